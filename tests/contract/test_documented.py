@@ -26,7 +26,7 @@ _OURS = ("weft_rl", "trainer_side", "rollout_side")
 #: Of failures that no call answers.
 _LOCAL = "never sent: what a process says of itself"
 #: Metadata of those.
-_LOCAL_KEYS = {"target", "found", "supported"}
+_LOCAL_KEYS = {"target", "found", "supported", "num_changed"}
 
 
 def _calls() -> Iterator[tuple[Path, str, ast.Call]]:

@@ -24,7 +24,7 @@ from weft_rl.cli.console.options import (
 from weft_rl.cli.console.output import exit_code, print_error, print_json
 from weft_rl.cli.coordinator import coordinator
 from weft_rl.cli.push import push
-from weft_rl.cli.rollout import CommandBeforeVllm, rollout
+from weft_rl.cli.rollout import RolloutCommand, rollout
 from weft_rl.cli.status import status
 from weft_rl.contract.errors import WeftError
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
@@ -200,7 +200,7 @@ def version(json_output: Json = False) -> None:
 
 app.command(rich_help_panel="Servers")(coordinator)
 app.command(
-    cls=CommandBeforeVllm,
+    cls=RolloutCommand,
     rich_help_panel="Servers",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False},
     epilog="Example: `weft rollout -c 127.0.0.1:50051 --http-port 8000 -- ./model --enable-lora`",

@@ -36,7 +36,7 @@ _STATES = "Readiness, sleep and shutdown"
 _VLLM = "Defaults and checks of vLLM"
 
 
-class CommandBeforeVllm(TyperCommand):
+class RolloutCommand(TyperCommand):
     """Command whose further arguments, those of vLLM, come after ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ class VllmPlace:
     """Place in vLLM that Weft depends on."""
 
     use: str
-    """What Weft does there, as a clause after "by which Weft"."""
+    """Use that Weft makes of it, as a clause after "by which Weft"."""
     names: tuple[str, ...]
     """Alternatives, of which one is needed: ``module:Class.member`` below ``vllm``, or
     ``module:.name`` of an attribute that the module reads or sets on objects of others."""
