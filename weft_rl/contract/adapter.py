@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft_rl.contract import stacked_experts
-from weft_rl.contract.adapter_config import check_names, check_settings, named_value, parse_config
+from weft_rl.contract.adapter_config import (
+    check_known,
+    check_names,
+    check_settings,
+    named_value,
+    parse_config,
+)
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import BaseMismatchError, InvalidAdapterError, NotReadyError
 from weft_rl.contract.tensors import (
@@ -57,6 +63,7 @@ def check_adapter(
         )
     config = parse_config(config_json)
     check_settings(config)
+    check_known(config)
     check_names(config)
     pairs = _check_tensors(metas, reference, capabilities)
     _check_rank(config, pairs, capabilities)

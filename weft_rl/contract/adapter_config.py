@@ -26,7 +26,7 @@ MERGE_A_COPY: Final = (
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # Starts that leave an ordinary LoRA behind; any other (PiSSA, OLoRA, CorDA,
 # LoftQ...) changes the base weights at initialisation.
-_PLAIN_STARTS = {"gaussian", "eva", "orthogonal"}
+_PLAIN_STARTS = {"gaussian", "eva", "orthogonal", "mica"}
 # Settings whose mere presence changes what the adapter means, with what to do.
 _REFUSED = {
     "use_dora": "DoRA is not served by vLLM: push it merged (it has no plain delta)",
@@ -37,7 +37,23 @@ _REFUSED = {
     "layer_replication": "layer_replication is not served by vLLM",
     "use_qalora": "QA-LoRA is not served by vLLM",
     "use_bdlora": "block-diagonal LoRA is not served by vLLM",
+    "megatron_config": "LoRA on Megatron's layers is sharded by it, and is not served",
+    "arrow_config": "a router between adapters (Arrow) is not served by vLLM",
+    "velora_config": f"VeLoRA is not served: {MERGE_A_COPY}",
+    "monteclora_config": f"MonteCLoRA is not served: {MERGE_A_COPY}",
+    "kasa_config": f"KaSA changes the base weights and is not served: {MERGE_A_COPY}",
 }
+# Settings that are compared with the tensors, or that change no answer by themselves.
+_TAKEN = frozenset(
+    {
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+        *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern"),
+        *("alpha_pattern", "use_rslora", "target_modules", "exclude_modules", "target_parameters"),
+        *("layers_to_transform", "layers_pattern", "bias", "fan_in_fan_out", "lora_dropout"),
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("qalora_group_size", "megatron_core", "runtime_config", "ensure_weight_tying"),
+    }
+)
 #: Largest number of the type that scalings are multiplied in (float32).
 _LARGEST = 3.4028234663852886e38
 _REPR = reprlib.Repr()
@@ -98,12 +114,48 @@ def check_settings(config: Mapping[str, Any]) -> None:
             metadata={"setting": "bias"},
         )
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+    if _changes_base(start):
         raise InvalidAdapterError(
             f"init_lora_weights={shown(start)} changes the base weights; convert it to a plain "
             "LoRA with PEFT's path_initial_model_for_weight_conversion, or push it merged",
             metadata={"setting": "init_lora_weights"},
         )
+
+
+def check_known(config: Mapping[str, Any]) -> None:
+    """Refuse settings that are on and that Weft does not know: an adapter would be served without.
+
+    Raises:
+        InvalidAdapterError: Names the setting.
+    """
+    for key in unknown_settings(config):
+        raise InvalidAdapterError(
+            f"{key[:80]}={shown(config[key])} is a setting that Weft does not know, and the "
+            f"adapter would be served without it: {MERGE_A_COPY}",
+            metadata={"setting": key[:200]},
+        )
+
+
+def unknown_settings(config: Mapping[str, Any]) -> list[str]:
+    """Return the settings that are on and that Weft does not know, of a newer PEFT's for one."""
+    return [key for key, on in config.items() if on and key not in _TAKEN and key not in _REFUSED]
+
+
+def base_changing_setting(config: Mapping[str, Any]) -> str | None:
+    """Return the setting by which PEFT changed a base when it added an adapter; None if it did not,
+    as far as the config tells."""
+    if config.get("peft_type") != "LORA":
+        return None
+    if _changes_base(start := config.get("init_lora_weights", True)):
+        return f"init_lora_weights={shown(start)}"
+    for key in ("layer_replication", "kasa_config"):
+        if config.get(key):
+            return f"{key}={shown(config[key])}"
+    return None
+
+
+def _changes_base(start: object) -> bool:
+    return isinstance(start, str) and start.lower() not in _PLAIN_STARTS
 
 
 def check_names(config: Mapping[str, Any]) -> None:

@@ -128,6 +128,13 @@ def test_layers_to_transform_need_only_those_layers():
         {"init_lora_weights": "olora"},
         {"init_lora_weights": "loftq"},
         {"use_qalora": True},
+        {"megatron_config": {"tensor_model_parallel_size": 2}},
+        {"arrow_config": {"top_k": 2}},
+        {"velora_config": {"num_groups": 8}},
+        {"monteclora_config": {"num_samples": 4}},
+        {"kasa_config": {"beta": 0.1}},
+        {"of_a_newer_peft": True},
+        {"of_a_newer_peft": {"size": 4}},
     ],
 )
 def test_variants_that_vllm_cannot_serve_are_refused_by_setting(setting):
@@ -135,6 +142,11 @@ def test_variants_that_vllm_cannot_serve_are_refused_by_setting(setting):
     with pytest.raises(InvalidAdapterError, match=name) as caught:
         check(**setting)
     assert caught.value.metadata["setting"] == name
+
+
+@pytest.mark.parametrize("value", [None, False, {}, [], "", 0])
+def test_an_unknown_setting_that_is_off_does_not_matter(value):
+    check(of_a_newer_peft=value)
 
 
 @pytest.mark.parametrize(
