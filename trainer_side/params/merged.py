@@ -25,6 +25,7 @@ from trainer_side.params.elements import (
     held_elements,
     why_not_held,
 )
+from trainer_side.params.lora_layers import check_all_sent, lora_layers
 from trainer_side.params.merged_elements import (
     LoraFactors,
     MergedElements,
@@ -36,7 +37,14 @@ from trainer_side.params.merged_elements import (
     product,
 )
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
-from trainer_side.params.params import ModelWalk, Params, own_class, walk, whole_tensors
+from trainer_side.params.params import (
+    ModelWalk,
+    Params,
+    last_walk,
+    own_class,
+    walk,
+    whole_tensors,
+)
 from trainer_side.params.sharded import ShardedParams
 from weft_rl.contract.adapter_config import MERGE_A_COPY
 from weft_rl.contract.errors import InvalidAdapterError, UnsupportedError
@@ -110,8 +118,12 @@ class MergedParams:
         self.kind = f"{params.kind} merged"
         self.is_collective = params.is_collective
         self._params = params
+        check_mergeable(model, adapter_name)
         self._raw = _base_names(params.metas, adapter_name)
+        _check_tied(model, adapter_name)
         self._merges = dict(_merges(model, adapter_name, self._raw, params.metas))
+        sent = {*self._raw.values(), *(n for merge in self._merges.values() for n in merge.needs)}
+        check_all_sent(last_walk(model), adapter_name, sent, params.metas, MERGE_A_COPY)
         self.metas = {name: params.metas[raw] for name, raw in self._raw.items()}
         #: Names in ``params`` of all that is read.
         self.inputs = {*self._raw.values(), *(n for m in self._merges.values() for n in m.needs)}
@@ -254,13 +266,19 @@ def _base_names(metas: Mapping[str, torch.Tensor], adapter: str) -> dict[str, st
     return names
 
 
-def _merges(
-    model: Any, adapter: str, raw_names: Mapping[str, str], metas: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, _ParamAddition]]:
-    if adapter not in getattr(model, "peft_config", {}):
-        known = ", ".join(sorted(getattr(model, "peft_config", {}))) or "none"
+def check_mergeable(model: Any, adapter: str) -> None:
+    """Refuse an adapter that is not there, of another kind, or whose layers cannot be merged; no
+    tensor is read.
+
+    Raises:
+        InvalidAdapterError: No such adapter, or it is merged already.
+        UnsupportedError: Another kind of adapter or layer.
+    """
+    configs = getattr(model, "peft_config", {})
+    if adapter not in configs:
+        known = ", ".join(sorted(configs)) or "none"
         raise InvalidAdapterError(f"the model has no adapter {adapter!r}; it has {known}")
-    kind = model.peft_config[adapter].peft_type
+    kind = configs[adapter].peft_type
     kind = str(getattr(kind, "value", kind))
     if kind != "LORA":
         raise UnsupportedError(
@@ -268,14 +286,37 @@ def _merges(
             f"push: {MERGE_A_COPY}",
             metadata={"setting": "peft_type"},
         )
-    tied = _tied_names(model)
+    lora_layers(last_walk(model), adapter, "merged")
+
+
+def _check_tied(model: Any, adapter: str) -> None:
+    """Refuse trained copies of tied modules that are not tied in the same way: the pool's base is
+    told of one of them alone.
+
+    Raises:
+        UnsupportedError: Names both.
+    """
+    own: dict[str, int] = {}
+    for raw, param in model.named_parameters(remove_duplicate=False):
+        name = base_name_in_peft(raw, adapter)
+        if name is not None:
+            own[name] = id(param)
+    for names in _tied_names(model):
+        if len({own.get(name) for name in names}) > 1:
+            first, second, *_ = sorted(names)
+            raise UnsupportedError(
+                f"{first} and {second} are one weight in the base, and the adapter {adapter!r} has "
+                "a trained copy for one of them (modules_to_save): train both tied "
+                "(ensure_weight_tying=True), or untie the base"
+            )
+
+
+def _merges(
+    model: Any, adapter: str, raw_names: Mapping[str, str], metas: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, _ParamAddition]]:
+    tied = {name for names in _tied_names(model) for name in names}
     for path in _lora_paths(metas, adapter):
         layer: Any = walk(model).at(path)
-        if layer.merged_adapters:
-            raise InvalidAdapterError(
-                f"{path} has {', '.join(layer.merged_adapters)} merged into its base already: "
-                "unmerge it first (model.unmerge_adapter())"
-            )
         for name, merge in _merges_of(layer, path, adapter, metas):
             if name in tied:
                 raise UnsupportedError(
@@ -288,7 +329,11 @@ def _merges(
                     "that has none, nor can PEFT: train with lora_bias=False, or on a layer with a "
                     "bias"
                 )
-            assert name in raw_names, name
+            if name not in raw_names:
+                raise UnsupportedError(
+                    f"{path}: its base has no parameter {name!r} to merge into (a parametrization "
+                    "of it?): remove that (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
             yield name, merge
 
 
@@ -307,10 +352,7 @@ def _merges_of(
     layer: Any, path: str, adapter: str, metas: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, _ParamAddition]]:
     kind, scaling = own_class(layer).__name__, float(layer.scaling[adapter])
-    variant = type(layer.lora_variant.get(adapter)).__name__
-    is_dora = variant.startswith("Dora")
-    if variant != "NoneType" and not is_dora:
-        raise UnsupportedError(f"{path}: {variant} cannot be merged during a push: {MERGE_A_COPY}")
+    is_dora = type(layer.lora_variant.get(adapter)).__name__.startswith("Dora")
     magnitude = f"{path}.lora_magnitude_vector.{adapter}.weight" if is_dora else ""
     a, b = f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"
     if kind in ("Linear", "Linear4bit", "Linear8bitLt"):
@@ -341,10 +383,10 @@ def _base(path: str, name: str) -> str:
     return found
 
 
-_TIED: WeakKeyDictionary[ModelWalk, set[str]] = WeakKeyDictionary()
+_TIED: WeakKeyDictionary[ModelWalk, list[set[str]]] = WeakKeyDictionary()
 
 
-def _tied_names(model: torch.nn.Module) -> set[str]:
+def _tied_names(model: torch.nn.Module) -> list[set[str]]:
     """Return base names of parameters that several modules share; searched anew once the model has
     other ones."""
     found = walk(model)
@@ -353,13 +395,13 @@ def _tied_names(model: torch.nn.Module) -> set[str]:
     return _TIED[found]
 
 
-def _find_tied(model: torch.nn.Module) -> set[str]:
-    by_id: dict[int, list[str]] = {}
+def _find_tied(model: torch.nn.Module) -> list[set[str]]:
+    by_id: dict[int, set[str]] = {}
     for raw, param in model.named_parameters(remove_duplicate=False):
         name = base_name_in_peft(raw)
         if name is not None:
-            by_id.setdefault(id(param), []).append(name)
-    return {name for names in by_id.values() if len(names) > 1 for name in names}
+            by_id.setdefault(id(param), set()).add(name)
+    return [names for names in by_id.values() if len(names) > 1]
 
 
 # -- the sums ----------------------------------------------------------------------

@@ -314,6 +314,14 @@ def walk(module: torch.nn.Module) -> ModelWalk:
     return found
 
 
+def last_walk(module: torch.nn.Module) -> ModelWalk:
+    """Return the walk of a model that was opened a moment ago, without looking at it again."""
+    found = module.__dict__.get(_KEPT)
+    if isinstance(found, ModelWalk) and found.modules[0] is module:
+        return found
+    return walk(module)
+
+
 def _walk(
     module: torch.nn.Module,
 ) -> tuple[

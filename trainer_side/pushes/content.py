@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from trainer_side.params.choose import Kind, OpenedModel, open_model
-from trainer_side.params.merged import MergedParams, merge_settings
+from trainer_side.params.merged import MergedParams, check_mergeable, merge_settings
 from trainer_side.params.names import (
     CheckpointMapping,
     adapter_tensor_name,
@@ -276,6 +276,7 @@ class ModelBase(PushContent):
             return replace(
                 found, base=AdapterBase.of(opened.module, watcher.states), watcher=watcher
             )
+        check_mergeable(opened.module, merged)
         settings = merge_settings(opened.module, merged)
         found = replace(found, known=found.weights_by(settings))
         tensors = opened.watcher(

@@ -7,7 +7,9 @@ should pay for matching them. So the config that is sent names modules.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,15 +22,24 @@ from typing import Any
 import torch
 
 from trainer_side.params.choose import OpenedModel
+from trainer_side.params.lora_layers import (
+    LoraSettings,
+    check_all_sent,
+    check_base_unchanged,
+    layer_scalings,
+    lora_layers,
+)
 from trainer_side.params.names import IN_PEFT, adapter_tensor_name, base_name_in_peft
-from trainer_side.params.params import Params, own_class
+from trainer_side.params.params import Params, last_walk, own_class
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.adapter import TrainedBase
 from weft_rl.contract.adapter_config import (
     MAX_CONFIG_BYTES,
+    check_known,
     check_settings,
     named_value,
     parse_config,
+    unknown_settings,
 )
 from weft_rl.contract.errors import InvalidAdapterError
 from weft_rl.contract.stacked_experts import parameter_of
@@ -52,8 +63,8 @@ def adapter_of_model(
     The base is not read.
 
     Raises:
-        InvalidAdapterError: Not a PEFT model, no such adapter, no tensors, or a variant
-            that cannot be served.
+        InvalidAdapterError: Not a PEFT model, no such adapter, no tensors, a variant that cannot be
+            served, or the model computes with more than would be sent; says with what.
     """
     model = opened.module
     if not opened.is_adapted:
@@ -67,25 +78,84 @@ def adapter_of_model(
             f"the model has no adapter {adapter_name!r}; it has {', '.join(sorted(configs))}"
         )
     config_json = config_to_json(configs[adapter_name])
-    key = adapter_name, config_json, cast.key, check_base
+    check_config(config_json)
+    layers = lora_layers(last_walk(model), adapter_name, "adapter")
+    check_base_unchanged(configs, adapter_name)
+    _check_all_sent(opened, adapter_name)
+    key = adapter_name, config_json, (*layers.scalings.values(),), cast.key, check_base
     kept: Adapter | None = opened.sources.get(key)
     if kept is None:
-        kept = _adapter(opened, adapter_name, config_json, cast, check_base=check_base)
+        kept = _adapter(opened, adapter_name, config_json, layers, cast, check_base=check_base)
         opened.sources.put(key, kept)
     return kept
 
 
+def check_config(config_json: str) -> None:
+    """Refuse a config that is none, of a variant, or with a setting that Weft does not know.
+
+    Raises:
+        InvalidAdapterError: Names the setting.
+    """
+    config = parse_config(config_json)
+    check_settings(config)
+    check_known(config)
+
+
+def _check_all_sent(opened: OpenedModel, adapter_name: str) -> None:
+    """Refuse a model that trains more than the adapter.
+
+    Raises:
+        InvalidAdapterError: Names what else it trains.
+    """
+    check_all_sent(
+        last_walk(opened.module),
+        adapter_name,
+        adapter_parameters(opened.params, adapter_name),
+        opened.params.metas,
+        "push all weights (push_merged); or, if these are not meant to be trained, freeze them "
+        "before anything changes them (param.requires_grad_(False))",
+    )
+
+
 def _adapter(
-    opened: OpenedModel, adapter_name: str, config_json: str, cast: CastRule, *, check_base: bool
+    opened: OpenedModel,
+    adapter_name: str,
+    config_json: str,
+    layers: LoraSettings,
+    cast: CastRule,
+    *,
+    check_base: bool,
 ) -> Adapter:
     params = opened.params
-    check_settings(parse_config(config_json))
     names = adapter_parameters(params, adapter_name)
     if not names:
         raise InvalidAdapterError(f"adapter {adapter_name!r} has no tensors")
     source = ParamsSource(params, names, cast, f"{params.kind} PEFT adapter {adapter_name!r}")
-    config_json = config_in_names(config_json, names.values(), lambda: _matrices(params))
+    live = _live_values(config_json, layers, adapter_name, params)
+    config_json = config_in_names(config_json, names.values(), lambda: _matrices(params), live)
     return Adapter(source, config_json, _trained_base(opened.base, params) if check_base else None)
+
+
+def _live_values(
+    config_json: str, layers: LoraSettings, adapter_name: str, params: Params
+) -> dict[str, tuple[int, float]]:
+    """Return rank and alpha of each module, by the name that PEFT saves it by. Alphas are those
+    that a receiver must be told, that it multiplies by what the layer multiplies by."""
+    config = json.loads(config_json)
+    alphas = dict.fromkeys([config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()])
+    found: dict[str, tuple[int, float]] = {}
+    for path, scaling in layers.scalings.items():
+        meta = params.metas.get(f"{path}.lora_A.{adapter_name}.weight")
+        if meta is None:  # of an embedding, which is refused by its tensors
+            continue
+        rank = meta.shape[0] // layers.experts.get(path, 1)
+        divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+        alpha = next((own for own in alphas if own / divisor == scaling), scaling * divisor)
+        found[path.removeprefix(_PEFT_PREFIX)] = rank, alpha
+    return found
+
+
+_PEFT_PREFIX = "base_model.model."
 
 
 def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
@@ -102,9 +172,10 @@ def adapter_settings(model: Any, adapter_name: str) -> dict[str, object]:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or adapter_name not in configs:
         return {f"having an adapter {adapter_name!r}": False}
+    scalings = layer_scalings(last_walk(model), adapter_name)
     return {
         f"its config's {key}": repr(value) for key, value in vars(configs[adapter_name]).items()
-    }
+    } | {f"the scaling of {path}": scaling for path, scaling in scalings.items()}
 
 
 def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]:
@@ -137,9 +208,37 @@ def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]
 
 def config_to_json(config: Any) -> str:
     """Return a PEFT config as its save_pretrained would write it, as JSON. The order of patterns is
-    kept, since of several the first that matches counts."""
-    settings = config.to_dict()
+    kept, since of several the first that matches counts. Settings of a newer PEFT that are at its
+    default are left out."""
+    settings = without_defaults(config.to_dict(), type(config))
     return json.dumps({key: settings[key] for key in sorted(settings)}, default=_plain)
+
+
+def without_defaults(settings: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return a config without those settings that Weft does not know and that have the default of
+    PEFT's class."""
+    unknown = set(unknown_settings(settings))
+    if not unknown or not dataclasses.is_dataclass(kind):
+        return dict(settings)
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        made = field.default_factory() if callable(field.default_factory) else field.default
+        defaults[field.name] = vars(made) if dataclasses.is_dataclass(made) else made
+    is_off = {key for key in unknown if key in defaults and settings[key] == defaults[key]}
+    return {key: value for key, value in settings.items() if key not in is_off}
+
+
+def config_of_dir(config_json: str) -> str:
+    """Return a saved config as ``config_to_json`` would give it, where PEFT is there to say what
+    its defaults are."""
+    config = parse_config(config_json)
+    if not unknown_settings(config):
+        return config_json
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        return config_json
+    return json.dumps(without_defaults(config, LoraConfig))
 
 
 def _matrices(params: Params) -> list[str]:
@@ -186,7 +285,10 @@ _LORA_PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight")
 
 
 def config_in_names(
-    config_json: str, tensors: Iterable[str], modules: Callable[[], Collection[str]] | None
+    config_json: str,
+    tensors: Iterable[str],
+    modules: Callable[[], Collection[str]] | None,
+    live: Mapping[str, tuple[int, float]] | None = None,
 ) -> str:
     """Return the text of a config with names for patterns; unchanged if it has no patterns.
 
@@ -197,21 +299,29 @@ def config_in_names(
         tensors: Names that PEFT saves the adapter's tensors by.
         modules: Lists every module of the base that has a matrix; None where they are not
             known.
+        live: Rank and alpha that each module has, where they are not those of the patterns.
 
     Raises:
         InvalidAdapterError: The config cannot be read, or its names are too long.
     """
     config = parse_config(config_json)
-    if not (_has_patterns(config) or config.get("rank_pattern") or config.get("alpha_pattern")):
+    has_values = any(config.get(setting) for setting in _DEFAULTS)
+    if live is not None:
+        default = (config["r"], config["lora_alpha"])
+        has_values = has_values or any(value != default for value in live.values())
+    if not (_has_patterns(config) or has_values):
         return config_json
     given = {match[1] for name in tensors if (match := _LORA_PAIR.fullmatch(name))}
-    text = json.dumps(named_config(config, given, modules() if modules else None))
+    text = json.dumps(named_config(config, given, modules() if modules else None, live))
     parse_config(text)
     return text
 
 
 def named_config(
-    config: Mapping[str, Any], given: Collection[str], modules: Collection[str] | None
+    config: Mapping[str, Any],
+    given: Collection[str],
+    modules: Collection[str] | None,
+    live: Mapping[str, tuple[int, float]] | None = None,
 ) -> dict[str, Any]:
     """Return a PEFT config with names in place of its patterns.
 
@@ -220,6 +330,7 @@ def named_config(
         given: Modules that the adapter has tensors for.
         modules: Every module of the base that has a matrix; None where they are not known: then the
             given modules are the targets.
+        live: See ``config_in_names``.
 
     Raises:
         InvalidAdapterError: A pattern is no regular expression, or a setting is of another
@@ -232,10 +343,18 @@ def named_config(
         named["target_modules"] = _shortest(targets, known)
         named["exclude_modules"] = None
         named.update({key: None for key in _LAYER_SETTINGS if key in config})
-    for setting, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        if patterns := config.get(setting):
-            named[setting] = _named_values(setting, patterns, given, config.get(default))
+    for number, (setting, default) in enumerate(_DEFAULTS.items()):
+        if live is not None:
+            values = {module: live[module][number] for module in sorted(live)}
+            named[setting] = _by_name(values, config.get(default))
+        elif patterns := config.get(setting):
+            values = _matched_values(setting, patterns, given, config.get(default))
+            named[setting] = _by_name(values, config.get(default))
     return named
+
+
+#: By the setting that has values of single modules, that which has the others'.
+_DEFAULTS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 
 
 def _has_patterns(config: Mapping[str, Any]) -> bool:
@@ -307,7 +426,7 @@ patterns, names = json.load(sys.stdin)
 compiled = [re.compile(p) for p in patterns]
 json.dump([[i for i, n in enumerate(names) if c.fullmatch(n)] for c in compiled], sys.stdout)
 """
-# A name, and what ``_named_values`` puts around one: matched in a moment.
+# A name, and what ``_matched_values`` puts around one: matched in a moment.
 _PLAIN = re.compile(r"(\(\.\*\\\.\)\?\()?[A-Za-z0-9_.-]+(\))?")
 
 
@@ -345,10 +464,10 @@ def _shortest(targets: Collection[str], known: Collection[str] | None) -> list[s
     return sorted(names)
 
 
-def _named_values(
+def _matched_values(
     setting: str, patterns: Any, given: Collection[str], default: Any
 ) -> dict[str, Any]:
-    """Return a rank or alpha for each name that has another than the default.
+    """Return the rank or alpha that patterns give each module.
 
     Source: peft.utils.other.get_pattern_key: the first key that matches the end of a name
     counts, from a "." on.
@@ -364,10 +483,14 @@ def _named_values(
     parameters = {module: parameter_of(module) for module in given}
     matched = _matched(setting, wholes, parameters.values())
     keys = list(zip(matched, patterns.values(), strict=True))
-    values = {
+    return {
         module: next((value for found, value in keys if parameters[module] in found), default)
         for module in sorted(given)
     }
+
+
+def _by_name(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """Return the values that are not the default, each by a name that stands for its modules."""
     named: dict[str, Any] = {}
     for last, modules in _by_last(values).items():
         found = {str(values[module]): values[module] for module in modules}

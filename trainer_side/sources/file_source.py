@@ -11,13 +11,18 @@ import torch
 
 from trainer_side.params.names import saved_names
 from trainer_side.params.params import copy_into
-from trainer_side.sources.adapter_source import Adapter, config_in_names
+from trainer_side.sources.adapter_source import (
+    Adapter,
+    check_config,
+    config_in_names,
+    config_of_dir,
+)
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 from weft_rl.checkpoints.digest_cache import FileState
 from weft_rl.checkpoints.files import model_files, read_json, read_text
-from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
+from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.tensors import DataType, TensorMeta
@@ -60,8 +65,8 @@ def adapter_of_dir(
             f"{str(path)[:200]} is not a PEFT adapter: it needs {_ADAPTER_CONFIG} and "
             f"{_ADAPTER_WEIGHTS} (save_pretrained with safe_serialization=True writes both)"
         )
-    config_json = read_text(path / _ADAPTER_CONFIG, MAX_CONFIG_BYTES)
-    check_settings(parse_config(config_json))
+    config_json = config_of_dir(read_text(path / _ADAPTER_CONFIG, MAX_CONFIG_BYTES))
+    check_config(config_json)
     loaded = _load(weights)
     named = _without_targeted_bases({own: loaded[n] for n, own in saved_names(loaded).items()})
     tensors = {name: copy(tensor) for name, tensor in named.items()}
