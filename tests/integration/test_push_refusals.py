@@ -126,6 +126,46 @@ def test_what_an_adapter_does_not_touch_does_not_matter(pool, engines, publisher
     assert str(publisher.push_adapter(peft_of(model), "math").version) == "math@1"
 
 
+def _unfreeze(model):
+    model.base_model.model.embed.weight.requires_grad_(True)
+
+
+def _also_other(model):
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+
+
+def _hook(model):
+    layer = model.base_model.model.layers[0]["q_proj"]
+    layer.register_forward_hook(lambda module, given, out: out * 2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(_unfreeze, "embed.weight"), (_also_other, "'default' and 'other' together"), (_hook, "hook")],
+)
+def test_what_the_model_computes_with_beside_the_adapter_is_refused_by_name(
+    pool, engines, publisher, spoil, words
+):
+    model = peft_of(Model())
+    assert str(publisher.push_adapter(model, "math").version) == "math@1"
+    spoil(model)
+    with pytest.raises(InvalidAdapterError, match=words):
+        publisher.push_adapter(model, "math")
+    with pytest.raises(InvalidAdapterError, match=words):
+        publisher.push_adapter_async(model, "math").result(20)
+    assert str(publisher.push_adapter(peft_of(Model()), "math").version) == "math@2"
+
+
+def test_what_is_trained_beside_the_adapter_is_pushed_merged(pool, engines, publisher):
+    model = peft_of(Model(), scale=0.0)
+    with torch.no_grad():
+        model.base_model.model.embed.weight.requires_grad_(True).add_(1.0)
+    assert str(publisher.push_merged(model).version) == "base@1"
+    expected = weights(Model()) | {"embed.weight": model.base_model.model.embed.weight.detach()}
+    assert same(engines[0].base, expected)
+
+
 @pytest.mark.parametrize("name", ["a@b", "a/b", "..", "a b", "x" * 300, "", "base"])
 def test_names_that_cannot_be_policies(pool, engines, publisher, name):
     with pytest.raises(InvalidNameError):
