@@ -225,7 +225,7 @@ def check_all_sent(
     raise InvalidAdapterError(
         f"the trainer trains {named}{more} (requires_grad), which a push of the adapter "
         f"{adapter!r} does not send: {how}",
-        metadata={"parameter": trained[0], "parameters": str(len(trained))},
+        metadata={"parameter": trained[0], "num_problems": str(len(trained))},
     )
 
 

@@ -25,8 +25,8 @@ GENERAL = _listed(
     """
     activity addition agent answer answerer attempt backend backoff bar batch block blocker buffer
     byte cache call callback caller capabilities catalog cell certificate change channel check chunk
-    client cloner codec collector command config connection content conversion copy credentials deadline
-    declaration decoder device digest dispatcher document drain drainer driver element engine entry
+    client cloner codec collector command config connection content conversion copy credentials
+    deadline declaration decoder device digest dispatcher document drain drainer driver element engine entry
     error event executor export exporter factor factory facts failure feed file filler finding
     fingerprint flag folder formatter frame gate generation guard handle handoff handshake heartbeat
     history holder id identity image interceptor key kind layout level limit line link list listener
