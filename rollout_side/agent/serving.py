@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rollout_side.agent.orders import FailedTransfers, OrderQueue, SpillOrders
 from rollout_side.engine import Engine, MemoryUsage, SwitchTimes, VersionFacts
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import (
     DigestMismatchError,
     NotFoundError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.sim.lease_checks import fail
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.replicas import sleeps
 from weft_rl.coordinator.decisions.state.effects import (

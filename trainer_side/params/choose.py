@@ -27,7 +27,7 @@ from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams, of_zero3
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.

@@ -52,7 +52,7 @@ from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSourc
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, Source, reading
 from weft_rl.checkpoints.digest_cache import FileState
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 from weft_rl.contract.tensors import Reference, TensorMeta, base_fingerprint

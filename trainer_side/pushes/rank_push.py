@@ -22,7 +22,7 @@ from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlan
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import Source, reading, torch_dtypes
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest, plan_buckets

@@ -21,7 +21,7 @@ from trainer_side.rollouts.dispatch import (
 from trainer_side.rollouts.requests import PromptRequest, WantedVersions
 from trainer_side.rollouts.routes import Routes
 from trainer_side.rollouts.sample import PartialSample, Sample, SampleGroup
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     StalledError,

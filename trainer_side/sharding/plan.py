@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer_side.packing.packer import PackedLayout
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.layout.manifest import Manifest

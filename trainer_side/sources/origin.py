@@ -17,7 +17,7 @@ from trainer_side.sources.base_content import BaseContent, PushedContent
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.checkpoints.reader import CheckpointReader
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.checkpoint import (
     Checkpoint,
     CheckpointState,

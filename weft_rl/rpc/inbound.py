@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,

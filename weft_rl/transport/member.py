@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import torch
 
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     StaleEpochError,

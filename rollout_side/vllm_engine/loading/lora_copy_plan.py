@@ -31,7 +31,7 @@ from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_sta
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import bits
 from rollout_side.vllm_engine.loading.processed_modules import storage_of
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 
 _log = logging.getLogger(__name__)
 

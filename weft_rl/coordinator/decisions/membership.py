@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import cast
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.capabilities import ONE_SIDED
 from weft_rl.contract.errors import (
     InvalidNameError,

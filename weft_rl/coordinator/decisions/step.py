@@ -6,7 +6,7 @@ monotonic clock. A race is a list of events in some order.
 
 from __future__ import annotations
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import (
     LeaseFencedError,
     NotFoundError,

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.event_kinds import (

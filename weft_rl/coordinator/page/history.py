@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weft_rl.containers.frozen import replace
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping, replace
 from weft_rl.contract.names import BASE_POLICY, VersionVector
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import EventKind

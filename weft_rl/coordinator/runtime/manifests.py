@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Protocol, TypeVar
 
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.draft_layers import DRAFT_MODEL, MAX_DRAFT_PREFIXES
 from weft_rl.contract.errors import DigestMismatchError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.manifest import Manifest

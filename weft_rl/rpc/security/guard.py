@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.descriptors import is_short

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import CapacityError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Listener

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from weft_rl.containers.lru import LruMapping
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import (
     TRAILER_BYTES,

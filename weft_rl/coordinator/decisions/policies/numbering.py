@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.counts import MAX_FOLLOWED, check_followed
 from weft_rl.contract.errors import InvalidNameError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.coordinator.decisions.purposes.repair import Repair, alias_of, back_off
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallSend, EventKind, OpenGroup

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.adapter_config import parse_config
 from weft_rl.contract.errors import (
     CapacityError,

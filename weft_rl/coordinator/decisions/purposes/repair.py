@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, replica_sender
 from weft_rl.coordinator.decisions.state.change import Change

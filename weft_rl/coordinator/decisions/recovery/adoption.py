@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.policies.retention import serve
 from weft_rl.coordinator.decisions.state import events

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.purposes.clone import Clone

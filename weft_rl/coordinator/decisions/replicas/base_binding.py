@@ -10,7 +10,7 @@ later version is brought to all, whatever they were started with.
 
 from __future__ import annotations
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import CheckpointState
 from weft_rl.contract.errors import BaseMismatchError, NotReadyError

@@ -13,7 +13,7 @@ coordinator knows again.
 
 from __future__ import annotations
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import InvalidRequestError, NotFoundError, NotReadyError
 from weft_rl.contract.replica_report import DrainNote
 from weft_rl.coordinator.decisions.state import events

@@ -10,7 +10,7 @@ gives it up for one that it is told, unless something was pushed meanwhile.
 
 from __future__ import annotations
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import NotReadyError
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import SavePoolId

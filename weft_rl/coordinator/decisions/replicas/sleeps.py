@@ -10,7 +10,7 @@ catalog was lost, or is an older copy, adopts the order from it.
 
 from __future__ import annotations
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import (
     NotReadyError,
     RequestConflictError,

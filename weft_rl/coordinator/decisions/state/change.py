@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Final
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.counts import MAX_FOLLOWED
 from weft_rl.contract.errors import LeaseFencedError, NotFoundError

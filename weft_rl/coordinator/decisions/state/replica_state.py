@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.checkpoint import CheckpointState, differing_files
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.state.pool import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.replica import Replica

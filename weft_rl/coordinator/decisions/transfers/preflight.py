@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.adapter import check_adapter
 from weft_rl.contract.capabilities import ONE_SIDED
 from weft_rl.contract.errors import (

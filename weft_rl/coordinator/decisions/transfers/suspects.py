@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallJoin, EventKind, OpenGroup

@@ -23,7 +23,7 @@ None of this is durable: after a restart of the coordinator the version stays CO
 
 from __future__ import annotations
 
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES, Machine
-from weft_rl.containers.frozen import replace
+from weft_rl.containers import replace
 from weft_rl.contract.errors import WeftError
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess

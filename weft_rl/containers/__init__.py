@@ -1,1 +1,0 @@
-"""Containers of the standard library's kind, for everybody."""
