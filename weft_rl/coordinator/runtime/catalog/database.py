@@ -9,16 +9,19 @@ There is one connection, and once it is open one thread that uses it: the driver
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sqlite3
+import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from weft_rl import descriptors
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (
@@ -53,8 +56,13 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionState,
     base_content,
 )
-from weft_rl.coordinator.runtime.catalog.descriptors import SpareFiles
-from weft_rl.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
+from weft_rl.coordinator.runtime.catalog.errors import (
+    SHORTAGE,
+    STRUCTURE,
+    CatalogError,
+    damaged,
+    from_sqlite,
+)
 from weft_rl.coordinator.runtime.catalog.file import CatalogFile
 from weft_rl.coordinator.runtime.catalog.schema import (
     APPLICATION_ID,
@@ -91,6 +99,7 @@ from weft_rl.coordinator.runtime.catalog.tables import (
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 #: Longest that an open catalog waits for another program: who reads it keeps us from writing.
@@ -100,6 +109,12 @@ _NAMELESS: Final = ""
 #: What events of unknown kinds are kept with: another Weft wrote them, and they grow no more.
 _UNKNOWN: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
+# SQLite opens its journal for each transaction, and to see whether another left one; beside it the
+# directory.
+_NUM_SPARE: Final = 4
+_WAIT_SECONDS: Final = 0.1
+# Attempts where a file cannot be opened though descriptors are free.
+_MAX_OTHER: Final = 3
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,7 @@ class Catalog:
         """Numbers of the events that are kept, ascending, by what they are kept with; None if they
         are to be read."""
         self._last_event = 0
-        self._spare = SpareFiles()
+        self._spare = _SpareFiles()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
@@ -462,3 +477,55 @@ class _Transaction:
         """Roll back, unless SQLite has done so already, as after a full disk."""
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
+
+
+class _SpareFiles:
+    """Descriptors that SQLite finds whatever else the process has open; used by one thread at a
+    time."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        self._take()
+
+    def lend(self, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` returns, which is called again where it lacked a descriptor.
+
+        It must have changed nothing where it raises. Blocks as long as the process has no
+        descriptor left beside those that are held.
+
+        Raises:
+            sqlite3.Error: Another error than that.
+        """
+        num_other, is_said = 0, False
+        try:
+            while True:
+                try:
+                    return work()
+                except sqlite3.Error as error:
+                    is_short = descriptors.is_short()
+                    num_other += not is_short
+                    if not _cannot_open(error) or num_other >= _MAX_OTHER:
+                        raise
+                if is_short and self._held:
+                    self.close()
+                    continue
+                if is_short and not is_said:
+                    is_said = True
+                    _log.error("%s: nothing is decided until the catalog can be used", SHORTAGE)
+                time.sleep(_WAIT_SECONDS)
+        finally:
+            self._take()
+
+    def close(self) -> None:
+        """Let others have them."""
+        while self._held:
+            os.close(self._held.pop())
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._held) < _NUM_SPARE:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _cannot_open(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN
