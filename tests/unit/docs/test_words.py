@@ -26,20 +26,20 @@ GENERAL = _listed(
     activity addition agent answer answerer attempt backend backoff bar batch block blocker buffer
     byte cache call callback caller capabilities catalog cell certificate change channel check chunk
     client cloner codec collector command config connection content conversion copy credentials
-    deadline declaration decoder device digest dispatcher document drain drainer driver element engine entry
-    error event executor export exporter factor factory facts failure feed file filler finding
-    fingerprint flag folder formatter frame gate generation guard handle handoff handshake heartbeat
-    history holder id identity image interceptor key kind layout level limit line link list listener
-    listing load loader lock log loop manager mapping mark member membership memory message meta
-    method metrics model module note operation option order outcome packer page param parity part
-    phase piece pipeline place plan pool port probe process progress prompt proof publisher purpose
-    pusher queue range rank rate reader reason receiver record rectangle ref refusal registration
-    reporter request requirement reservation response result ring role rollout row rule sample
-    sampler sampling security segment selection sender server service servicer session settings
-    signal sink size sleeper slice slot snapshot source span spec spiller split state step store
-    stream sum switch table tensor text thread ticket time tls token trace tracer tracker trainer
-    transaction trial type usage vector verdict view wait waker walk watcher watermark window word
-    work worker writer difference problem severity
+    deadline declaration decoder device digest dispatcher document drain drainer driver element
+    engine entry error event executor export exporter factor factory facts failure feed file filler
+    finding fingerprint flag folder formatter frame gate generation guard handle handoff handshake
+    heartbeat history holder id identity image interceptor key kind layout level limit line link
+    list listener listing load loader lock log loop manager mapping mark member membership memory
+    message meta method metrics model module note operation option order outcome packer page param
+    parity part phase piece pipeline place plan pool port probe process progress prompt proof
+    publisher purpose pusher queue range rank rate reader reason receiver record rectangle ref
+    refusal registration reporter request requirement reservation response result ring role rollout
+    row rule sample sampler sampling security segment selection sender server service servicer
+    session settings signal sink size sleeper slice slot snapshot source span spec spiller split
+    state step store stream sum switch table tensor text thread ticket time tls token trace tracer
+    tracker trainer transaction trial type usage vector verdict view wait waker walk watcher
+    watermark window word work worker writer difference problem severity
     """
 )
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
