@@ -34,9 +34,8 @@ from rollout_side.engine import (
     UnservedPolicy,
 )
 from rollout_side.waits import seconds_to_tick
-from weft_rl.contract.counts import check_counted
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.names import PolicyVersion, VersionVector, check_counted
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork
 from weft_rl.rpc.channel import local_address_towards, split_target
 

@@ -15,7 +15,6 @@ from rollout_side.config import AgentConfig
 from rollout_side.engine import UnservedPolicy
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
-from weft_rl.contract.counts import HEAD_ROOM, check_counted
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidNameError,
@@ -28,7 +27,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.names import HEAD_ROOM, PolicyVersion, VersionVector, check_counted
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION

@@ -25,10 +25,9 @@ from rollout_side.engine import (
 )
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
-from weft_rl.contract.counts import check_counted
 from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_counted, check_name
 from weft_rl.contract.sampling import Sampling, check_num_samples
 from weft_rl.rpc.codec import (
     aborts_from_proto,

@@ -11,8 +11,7 @@ from tests.contract.conftest import Pool
 from tests.doubles.registration import register
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.trainer import FakeTrainer
-from weft_rl.contract.counts import MAX_FOLLOWED
-from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.contract.names import MAX_FOLLOWED, AdapterVersions, VersionVector
 from weft_rl.v1 import registry_pb2
 
 LARGEST = 2**53 - 1

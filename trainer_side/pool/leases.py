@@ -17,7 +17,6 @@ from pathlib import Path
 
 import grpc
 
-from weft_rl.contract.counts import check_counted
 from weft_rl.contract.errors import (
     LeaseFencedError,
     PeerUnavailableError,
@@ -25,6 +24,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft_rl.contract.names import check_counted
 from weft_rl.rpc.codec import duration_from_proto, timestamp_to_proto
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import publish_pb2 as pb

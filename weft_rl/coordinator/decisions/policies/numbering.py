@@ -13,9 +13,14 @@ from collections.abc import Iterable
 from typing import Final
 
 from weft_rl.containers import replace
-from weft_rl.contract.counts import MAX_FOLLOWED, check_followed
 from weft_rl.contract.errors import InvalidNameError
-from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.contract.names import (
+    BASE_POLICY,
+    MAX_FOLLOWED,
+    PolicyVersion,
+    check_followed,
+    check_name,
+)
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change

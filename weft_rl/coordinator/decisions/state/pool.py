@@ -14,9 +14,14 @@ from typing import Final
 
 from weft_rl.containers import replace
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.counts import MAX_FOLLOWED
 from weft_rl.contract.errors import LeaseFencedError, NotFoundError
-from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.names import (
+    BASE_POLICY,
+    MAX_FOLLOWED,
+    AdapterVersions,
+    PolicyVersion,
+    VersionVector,
+)
 from weft_rl.coordinator.decisions.state.replica import (
     OutOfService,
     Replica,
