@@ -19,7 +19,7 @@ from trainer_side.pushes.rank_push import GatheredPush, bucket_capacity
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.capabilities import GLOO, NCCL
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 
 _NUM_TENSORS, _TOTAL_BYTES, _ROUNDS = 448, 175_000_000, 11
 

@@ -22,7 +22,7 @@ from benchmarks.machine import describe
 from benchmarks.push import Rows, coordinator, doubles, model_of
 from trainer_side import Publisher
 from weft_rl.contract.capabilities import GLOO, ONE_SIDED
-from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
+from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES
 
 _BYTES = 512 * 2**20
 _ELEMENTS = 2**20

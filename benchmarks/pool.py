@@ -29,7 +29,7 @@ from benchmarks.machine import describe
 from benchmarks.pool_replicas import CAPABILITIES, PROJECTION, REFERENCE
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.cli.demo.processes import Process
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.values import VersionLayout

@@ -29,7 +29,7 @@ from benchmarks.idle import compare
 from benchmarks.machine import describe, peak_bytes, reset_peak, resident_bytes
 from trainer_side import Publisher
 from weft_rl.cli.demo.processes import Process
-from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
+from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES
 
 _ADAPTER_PUSHES = 21
 _CONTROL_PUSHES = 31

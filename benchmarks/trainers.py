@@ -34,7 +34,7 @@ from trainer_side.pushes.rank_push import GatheredPush
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import ranks_of
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.codec import dtype_to_proto
 from weft_rl.v1 import publish_pb2 as pb

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import Sleep
 from weft_rl.contract.sampling import Sampling

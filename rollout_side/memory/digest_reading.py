@@ -18,7 +18,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import SendableVersion, StagedVersion
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import LoadFailedError, NotFoundError, WeftError
-from weft_rl.contract.layout.manifest import TensorSlot
+from weft_rl.contract.manifest import TensorSlot
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.group import on_device

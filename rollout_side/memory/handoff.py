@@ -28,7 +28,7 @@ from weft_rl.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.progress import PROGRESS_SECONDS

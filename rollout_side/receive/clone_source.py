@@ -19,7 +19,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import SendableVersion
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import TransferAbortedError, WeftError
-from weft_rl.contract.layout.send_plan import whole_plan
+from weft_rl.contract.manifest import whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import part_digests

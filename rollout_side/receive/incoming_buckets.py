@@ -20,9 +20,7 @@ import torch
 
 from rollout_side.memory.versions import BucketContents
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, PeerUnavailableError
-from weft_rl.contract.layout.manifest import Manifest, align_up
-from weft_rl.contract.layout.runs import SLICE_ALIGN_BYTES, Run
-from weft_rl.contract.layout.send_plan import Listing, SendPlan
+from weft_rl.contract.manifest import SLICE_ALIGN_BYTES, Listing, Manifest, Run, SendPlan, align_up
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.tracing import Span
 from weft_rl.transport.group import Operation

@@ -34,8 +34,7 @@ from weft_rl.contract.errors import (
     error_from_reason,
 )
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import SendPlan, transfer_plan
+from weft_rl.contract.manifest import Manifest, SendPlan, transfer_plan
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto

@@ -23,8 +23,7 @@ from rollout_side.receive.incoming_buckets import (
     make_buffers,
     make_each,
 )
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.manifest import Manifest, SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.wire.buckets import BucketMemory, bucket_sums

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from rollout_side.memory.versions import StagedVersion, bucket_starts, is_adapter
 from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
-from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.manifest import Manifest, TensorSlot
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests

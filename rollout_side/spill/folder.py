@@ -33,7 +33,7 @@ from rollout_side.spill.files import (
     write_version,
 )
 from weft_rl.contract.errors import CapacityError, InvalidNameError, NotFoundError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.rpc.codec import content_to_proto
 from weft_rl.v1 import types_pb2

@@ -29,7 +29,7 @@ from weft_rl.contract.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)

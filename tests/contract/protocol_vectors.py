@@ -15,8 +15,7 @@ from tests.doubles.packing import SourcePacker
 from tests.doubles.wire import put_tail, seal_wire
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import CapacityError, InvalidNameError, WeftError
-from weft_rl.contract.layout.manifest import WSUM64, Manifest, plan_buckets
-from weft_rl.contract.layout.runs import Run, wire_size
+from weft_rl.contract.manifest import WSUM64, Manifest, Run, plan_buckets, wire_size
 from weft_rl.contract.names import PolicyVersion, check_name, name_in_the_way
 from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta, base_fingerprint
 from weft_rl.rpc.bounds import PROTOCOL_REVISION

@@ -11,7 +11,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.agent import hear, serve
 from tests.doubles.engine import EngineDouble
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.channel import open_aio_channel

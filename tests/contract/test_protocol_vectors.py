@@ -15,7 +15,7 @@ import torch
 from tests.contract import protocol_decoder as outside
 from tests.contract import protocol_vectors
 from weft_rl.contract.errors import DigestMismatchError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.transport.wire.buckets import verify_bucket, verify_runs
 
 VECTORS: dict[str, Any] = json.loads(protocol_vectors.PATH.read_text())

@@ -28,7 +28,7 @@ from weft_rl.contract.errors import (
     PeerUnavailableError,
     PolicyOwnedError,
 )
-from weft_rl.contract.layout.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
+from weft_rl.contract.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto

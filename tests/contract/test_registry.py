@@ -12,7 +12,7 @@ from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
-from weft_rl.contract.layout import manifest as contract_manifest
+from weft_rl.contract import manifest as contract_manifest
 from weft_rl.rpc.manifest_codec import reference_to_chunks
 from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, types_pb2
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from weft_rl.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import (
+    ALIGN_BYTES,
+    Manifest,
+    SendPlan,
+    WireBucket,
+    align_up,
+    make_send_plan,
+)
 
 
 def in_halves(manifest: Manifest) -> SendPlan:

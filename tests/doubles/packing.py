@@ -9,7 +9,7 @@ import torch
 from trainer_side.packing.packer import PackedBucket, Packer, whole_packing
 from trainer_side.pushes.rank_push import GatheredPush
 from trainer_side.ranks.ranks import OneRank
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.transport.group import CPU
 
 

@@ -19,7 +19,7 @@ from rollout_side.memory.versions import tensor_in
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft_rl.contract.errors import LoadFailedError, WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 
 _START_SECONDS = 60.0

@@ -14,7 +14,7 @@ from tests.doubles.registration import register
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE, content_digest
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import LoadFailedError, NotFoundError, WeftError, error_from_reason
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (

@@ -16,9 +16,14 @@ import torch
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import (
+    Manifest,
+    Run,
+    SendPlan,
+    WireBucket,
+    make_send_plan,
+    plan_buckets,
+)
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_proto

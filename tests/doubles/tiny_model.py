@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.v1 import types_pb2
 

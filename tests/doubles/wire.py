@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import Run
 from weft_rl.transport.wire.buckets import SealedBucket, seal_bucket
 from weft_rl.transport.wire.options import BucketOptions, write_tail
 

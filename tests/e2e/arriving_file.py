@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.doubles.packing import SourcePacker
 from weft_rl.contract.errors import PeerUnavailableError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import content_digest

@@ -29,7 +29,7 @@ from rollout_side.vllm_engine.compat import bridges
 from tests.e2e.arriving_file import FromFile
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.tracing import Tracer

@@ -13,7 +13,7 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import AdapterEntry, StagedVersion
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 

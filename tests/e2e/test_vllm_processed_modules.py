@@ -21,7 +21,7 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
 from rollout_side.vllm_engine.loading.reload import reload_layers
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 

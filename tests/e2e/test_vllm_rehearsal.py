@@ -35,7 +35,7 @@ from tests.e2e.engine_process import LORA_ARGS, EngineProcess, run_child
 from tests.e2e.logprobs import PROMPT
 from tests.models import make_adapter, make_model
 from weft_rl.contract.errors import LoadFailedError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 

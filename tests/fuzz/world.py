@@ -20,7 +20,7 @@ from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
 from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.rpc.bounds import PROTOCOL_REVISION

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainers.launch import ENV
 from weft_rl.cli.demo.processes import Process
-from weft_rl.contract.layout.runs import Run, check_coverage, why_not
+from weft_rl.contract.manifest import Run, check_coverage, why_not
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 SIZE = 4

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import WSUM64, SendPlan, WireBucket, make_send_plan, plan_buckets
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.transfer import Group

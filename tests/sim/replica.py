@@ -29,7 +29,7 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaWork, Sleep
 from weft_rl.coordinator.decisions.state import effects

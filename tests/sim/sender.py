@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import NUM_BUFFERS, PROGRESS_SECONDS
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.manifest import SendPlan
 from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import ContentDigest, VersionLayout
 

@@ -20,8 +20,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.layout.manifest import WSUM64
-from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.manifest import WSUM64, SendPlan
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer
 from weft_rl.coordinator.decisions.state.transfer import Group

@@ -32,7 +32,7 @@ from trainer_side.pushes import rank_push as shard_push
 from trainer_side.pushes.rank_push import ShardedPush
 from trainer_side.sharding.plan import HandedRuns
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import Run
 
 #: Where a saved model is trained: of several GPUs, each rank has its own.
 DEVICE = torch.device(os.environ.get("WEFT_TEST_DEVICE", "cpu"))

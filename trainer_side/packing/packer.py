@@ -10,9 +10,15 @@ import torch
 
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import NotFiniteError
-from weft_rl.contract.layout.manifest import Manifest, TensorSlot
-from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.layout.send_plan import SendPlan, announced_plan, whole_plan, whole_runs
+from weft_rl.contract.manifest import (
+    Manifest,
+    Run,
+    SendPlan,
+    TensorSlot,
+    announced_plan,
+    whole_plan,
+    whole_runs,
+)
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.copies import PIECE_BYTES, PlacedRange, pack_digesting, pack_tensors

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.overrides import TorchFunctionMode
 
-from weft_rl.contract.layout.manifest import layer_of
+from weft_rl.contract.manifest import layer_of
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ _ALIGN_BYTES = 16
 class HeldRun:
     """Elements of a parameter that one rank holds: contiguous, or a regular slice.
 
-    Counterpart of ``weft_rl.contract.layout.runs.Run``, which has no holder.
+    Counterpart of ``weft_rl.contract.manifest.Run``, which has no holder.
     """
 
     rank: int

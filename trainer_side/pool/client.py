@@ -40,8 +40,7 @@ from weft_rl.contract.errors import (
     with_lost_weights,
 )
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import Listing
+from weft_rl.contract.manifest import Listing, Manifest
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.interrupts import on_own_thread
 from weft_rl.rpc.bounds import PROTOCOL_REVISION

@@ -23,7 +23,7 @@ from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferTimeoutError,
 )
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.channel import local_address_towards, open_threaded_channel, split_target
 from weft_rl.rpc.codec import dtype_from_proto, dtype_to_proto

@@ -25,8 +25,7 @@ from trainer_side.sources.source import Source, reading, torch_dtypes
 from weft_rl.containers import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest, plan_buckets
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES, Manifest, Run, plan_buckets
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.interrupts import Flag
 

@@ -18,7 +18,7 @@ from trainer_side.params.params import copy_into
 from trainer_side.ranks.ranks import Ranks, decode_error, encode_error
 from trainer_side.sharding.plan import HandedRuns
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import Run
 
 _log = logging.getLogger(__name__)
 

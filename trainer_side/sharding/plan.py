@@ -11,10 +11,10 @@ from trainer_side.packing.packer import PackedLayout
 from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.layout.send_plan import (
+from weft_rl.contract.manifest import (
     MAX_WIRE_BUCKETS,
+    Manifest,
+    Run,
     WireBucket,
     make_send_plan,
 )

@@ -12,7 +12,7 @@ from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, reading, torch_dtypes
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import content_digest, digests_of
 

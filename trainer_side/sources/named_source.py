@@ -16,8 +16,7 @@ from weft_rl.contract.errors import (
     InvalidRequestError,
     UnsupportedError,
 )
-from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import Manifest, Run, TensorSlot, align_up
 from weft_rl.contract.tensors import (
     DataType,
     Reference,

@@ -14,7 +14,7 @@ from trainer_side.params.params import copy_into
 from trainer_side.params.sharded import HeldRun
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.source import Source, torch_dtypes
-from weft_rl.contract.layout.runs import Run, why_not
+from weft_rl.contract.manifest import Run, why_not
 
 #: Tensors that must be brought together are brought to one rank before anything is sent: more
 #: of them than this, and all are gathered bucket by bucket.

@@ -29,7 +29,7 @@ from weft_rl.contract.checkpoint import (
     not_compared,
 )
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
 

@@ -21,8 +21,7 @@ from weft_rl.contract.checkpoint import (
 )
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import Manifest, SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
 from weft_rl.contract.tensors import DataType

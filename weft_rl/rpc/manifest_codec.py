@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from weft_rl.contract.draft_layers import MAX_DRAFT_PREFIXES, why_too_large
 from weft_rl.contract.errors import InvalidManifestError
-from weft_rl.contract.layout.manifest import (
+from weft_rl.contract.manifest import (
     MAX_DIMS,
     MAX_NAME_CHARS,
     Bucket,

@@ -25,7 +25,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.interrupts import Flag
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel

@@ -29,8 +29,7 @@ from weft_rl.contract.errors import (
     error_from_reason,
 )
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.manifest import Manifest, SendPlan
 from weft_rl.interrupts import ThreadWaker
 from weft_rl.rpc.codec import content_to_proto, ticket_from_proto
 from weft_rl.rpc.security.credentials import Credentials

@@ -38,7 +38,7 @@ from rollout_side.memory.ranks.messages import (
 )
 from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.ipc.connection import PeerError, PeerGoneError, connect_unix
 from weft_rl.ipc.handshake import Handshake, derive

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from rollout_side.memory.segment import DeviceRef, HostRef, SegmentRef
 from rollout_side.memory.versions import StagedHandle
 from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
-from weft_rl.contract.layout.manifest import MAX_TENSORS, Manifest
+from weft_rl.contract.manifest import MAX_TENSORS, Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.ipc.connection import (
     Codec,

@@ -37,7 +37,7 @@ from rollout_side.vllm_engine.loading.processed_modules import (
     loading_form,
     storage_of,
 )
-from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.manifest import Manifest, TensorSlot
 from weft_rl.transport.digests.wsum64 import digests_of, tensor_digest
 
 

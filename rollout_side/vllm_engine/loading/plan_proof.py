@@ -26,7 +26,7 @@ from rollout_side.vllm_engine.loading.copy_plan import (
 from rollout_side.vllm_engine.loading.layerwise import facts_of
 from rollout_side.vllm_engine.loading.processed_modules import storage_of
 from weft_rl.contract.checkpoint import StoredTensor
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, Reference
 
 _log = logging.getLogger(__name__)

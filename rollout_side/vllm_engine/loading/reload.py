@@ -41,7 +41,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
 )
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
 from weft_rl.contract.errors import LoadFailedError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
 from weft_rl.contract.tensors import Reference, check_base
 

@@ -44,7 +44,7 @@ from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl import logs
 from weft_rl.contract.capabilities import ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.tracing import NO_TRACER, Tracer

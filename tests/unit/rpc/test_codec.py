@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
 from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta

@@ -15,7 +15,7 @@ from trainer_side.pushes.content import PushContent
 from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft_rl.contract.layout import send_plan
+from weft_rl.contract import manifest as contract_manifest
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
@@ -80,7 +80,7 @@ def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to(
     assert isinstance(gathered, GatheredPush)
     assert "rank 0 gathered all: 1 of 1 tensors" in gathered.remarks[0]
     assert _plan(_Content(6), max_senders=1).push.remarks == ()
-    monkeypatch.setattr(send_plan, "MAX_WIRE_BUCKETS", 0)
+    monkeypatch.setattr(contract_manifest, "MAX_WIRE_BUCKETS", 0)
     crowded = _plan(_Content(8)).push
     assert isinstance(crowded, GatheredPush)
     (remark,) = crowded.remarks

@@ -27,7 +27,7 @@ from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferTimeoutError,
 )
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.v1 import publish_pb2 as pb
 
 

@@ -14,8 +14,7 @@ import torch
 
 from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan, whole_plan
+from weft_rl.contract.manifest import SendPlan, WireBucket, make_send_plan, plan_buckets, whole_plan
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport import sender
 from weft_rl.transport.digests.wsum64 import content_digest

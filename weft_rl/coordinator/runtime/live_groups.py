@@ -22,7 +22,7 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft_rl.contract.layout.manifest import DIGEST_BYTES
+from weft_rl.contract.manifest import DIGEST_BYTES
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, VersionLayout

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol, TypeVar
 from weft_rl.containers import LruMapping
 from weft_rl.contract.draft_layers import DRAFT_MODEL, MAX_DRAFT_PREFIXES
 from weft_rl.contract.errors import DigestMismatchError, TransferTimeoutError, WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, with_widest_floats
 from weft_rl.coordinator.decisions.state import effects, events

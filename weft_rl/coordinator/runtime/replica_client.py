@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from weft_rl.contract.errors import REASONS, NotAllowedError, NotFoundError, WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Failure, RecordedFacts

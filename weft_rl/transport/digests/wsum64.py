@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from weft_rl.contract.layout.manifest import ALIGN_BYTES
+from weft_rl.contract.manifest import ALIGN_BYTES
 from weft_rl.transport.digests import kernel
 from weft_rl.transport.digests.host_copy import HostCopy
 from weft_rl.transport.digests.weights import (

@@ -19,14 +19,17 @@ import xxhash
 
 from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import DigestMismatchError
-from weft_rl.contract.layout.manifest import (
+from weft_rl.contract.manifest import (
     TRAILER_BYTES,
     Manifest,
+    Run,
     align_up,
+    check_coverage,
     check_trailer,
+    pack_runs,
     pack_trailer,
+    unpack_runs,
 )
-from weft_rl.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.transport.digests.copies import PlacedRange, copied_words, copy_digesting, copy_words
 from weft_rl.transport.digests.host_copy import HostCopy

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
+from weft_rl.contract.manifest import WSUM64, plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
 from weft_rl.contract.tensors import DataType, TensorMeta

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
-from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.replica_report import ReplicaWork
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Activity, RankReport

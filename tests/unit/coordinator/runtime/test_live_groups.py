@@ -15,7 +15,7 @@ from weft_rl.contract.errors import (
     RequestConflictError,
     StaleEpochError,
 )
-from weft_rl.contract.layout.send_plan import WireBucket, make_send_plan
+from weft_rl.contract.manifest import WireBucket, make_send_plan
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Group, Member, Transfer, TransferIds

@@ -16,7 +16,7 @@ from tests.unit.coordinator.decisions.machine import (
     SPEC,
     Machine,
 )
-from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService

@@ -16,7 +16,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.engine import EngineDouble
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 

@@ -22,7 +22,7 @@ from rollout_side.memory.versions import ServedBase, StagedVersion, tensors_in
 from weft_rl.checkpoints.reader import digest_file
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import LoadFailedError, NotFoundError
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 

@@ -10,7 +10,7 @@ from rollout_side.memory.versions import StagedVersion
 from rollout_side.receive.clone_source import CopiedBuckets
 from tests.doubles.wire import put_tail
 from weft_rl.contract.errors import CapacityError, NotFoundError, NotReadyError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.wire.buckets import verify_bucket

@@ -24,8 +24,7 @@ from rollout_side.receive.incoming_buckets import ReceiveRing, arrival_buffers
 from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
-from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.send_plan import whole_plan
+from weft_rl.contract.manifest import plan_buckets, whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests

@@ -9,7 +9,7 @@ import pytest
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import BucketContents, PartialTransfer
 from weft_rl.contract.errors import CapacityError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64,)) for i in range(4)], 256)

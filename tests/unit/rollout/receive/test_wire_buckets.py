@@ -15,9 +15,14 @@ from rollout_side.receive.incoming_buckets import ReceiveRing, arrival_buffers
 from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import (
+    Manifest,
+    Run,
+    SendPlan,
+    WireBucket,
+    make_send_plan,
+    plan_buckets,
+)
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.group import CPU

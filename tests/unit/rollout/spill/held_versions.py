@@ -6,7 +6,7 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest

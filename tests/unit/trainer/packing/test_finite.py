@@ -8,7 +8,7 @@ import torch
 from tests.doubles.packing import SourcePacker
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft_rl.contract.errors import NotFiniteError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType
 
 KEEP = CastRule(enabled=False)

@@ -19,8 +19,7 @@ from trainer_side.sharding.plan import ShardPlan, plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, Source, tensor_source
 from weft_rl.contract.errors import NotFiniteError
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.runs import Run, check_coverage
+from weft_rl.contract.manifest import Manifest, Run, check_coverage, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.wire.buckets import tensor_sums, verify_runs

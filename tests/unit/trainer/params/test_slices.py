@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer_side.params import dtensor
 from trainer_side.params.dtensor import Cell, MeshSplit, Slice, cells_of
-from weft_rl.contract.layout.runs import Run, check_coverage, why_not
+from weft_rl.contract.manifest import Run, check_coverage, why_not
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 

@@ -16,7 +16,7 @@ from trainer_side.pool.client import PoolClient
 from trainer_side.pool.progress import reporter_for
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2

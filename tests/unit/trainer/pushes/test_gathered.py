@@ -14,7 +14,7 @@ from trainer_side.pushes.rank_push import GatheredPush
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.errors import CapacityError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 
 _SIZE = 3
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from trainer_side.pushes.rank_push import DEVICE_BUCKET_BYTES, bucket_capacity
-from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
+from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES
 
 
 def test_buckets_suit_the_backend():

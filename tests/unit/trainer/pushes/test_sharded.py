@@ -21,7 +21,7 @@ from trainer_side.sharding.plan import plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.errors import PeerUnavailableError, TransferAbortedError, WeftError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.rpc.security.credentials import credentials_of
 from weft_rl.v1 import publish_pb2 as pb
 

@@ -16,7 +16,7 @@ from trainer_side.sharding import hand_over as module
 from trainer_side.sharding.hand_over import GivingRanks, hand_over
 from trainer_side.sharding.plan import HandedRuns
 from weft_rl.contract.errors import NotFiniteError, PeerUnavailableError, WeftError
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import Run
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 _NUM_RANKS = 3

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_side.sharding.plan import Held, ShardPlan, ShardPlans, plan_shards, senders_of
-from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.runs import Run, check_coverage
-from weft_rl.contract.layout.send_plan import check_send_plan
+from weft_rl.contract.manifest import Manifest, Run, check_coverage, check_send_plan, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 

@@ -20,7 +20,7 @@ from trainer_side.sources.origin import AdapterBase, KnownBases, TrainingBase
 from weft_rl.checkpoints import reader
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import read_checkpoint
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import content_digest, digests_of
 

@@ -14,7 +14,7 @@ from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources import shard_source as module
 from trainer_side.sources.shard_source import GatheredTensors, ShardSource, shard_source
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.manifest import Run
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 _NUMEL = 8

@@ -18,7 +18,7 @@ from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft_rl.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
-from weft_rl.contract.layout.manifest import ALIGN_BYTES, plan_buckets
+from weft_rl.contract.manifest import ALIGN_BYTES, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.wire.buckets import verify_bucket
 

@@ -7,8 +7,14 @@ import torch
 
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError, InvalidManifestError
-from weft_rl.contract.layout.manifest import TRAILER_BYTES, Manifest, align_up, plan_buckets
-from weft_rl.contract.layout.runs import Run, wire_size
+from weft_rl.contract.manifest import (
+    TRAILER_BYTES,
+    Manifest,
+    Run,
+    align_up,
+    plan_buckets,
+    wire_size,
+)
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.wire.buckets import (

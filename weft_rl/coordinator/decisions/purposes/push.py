@@ -34,8 +34,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.layout.runs import check_layout
-from weft_rl.contract.layout.send_plan import check_send_plan
+from weft_rl.contract.manifest import check_gapless, check_send_plan
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.coordinator.decisions.policies import leases
 from weft_rl.coordinator.decisions.state import events
@@ -560,7 +559,7 @@ def _check_request(state: PoolState, event: events.BeginTransfer, policy: Policy
         raise InvalidRequestError("a push has a send plan, or carries_runs, or neither; not both")
     if event.layout.manifest is not None:
         if event.carries_runs or event.send_plan is not None:
-            check_layout(event.layout.manifest)
+            check_gapless(event.layout.manifest)
         if event.send_plan is not None:
             check_send_plan(event.send_plan, event.layout.manifest)
     under_way = sum(

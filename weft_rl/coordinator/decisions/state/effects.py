@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass, field
 
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import DrainNote
 from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
-from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess

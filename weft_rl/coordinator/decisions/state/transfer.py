@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from weft_rl.containers import replace
-from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.errors import WeftError, error_from_reason
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft_rl.containers import replace
-from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.manifest import WSUM64
 from weft_rl.coordinator.decisions.replicas import base_binding
 from weft_rl.coordinator.decisions.state import events, replica_state
 from weft_rl.coordinator.decisions.state.change import Change

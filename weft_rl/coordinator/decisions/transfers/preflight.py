@@ -16,7 +16,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.group import MAX_GROUP_SIZE
-from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, name_in_the_way
 from weft_rl.contract.tensors import Reference, check_base
 from weft_rl.coordinator.decisions.state import events

@@ -21,7 +21,7 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     serving_pool,
     standing_of,
 )
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta

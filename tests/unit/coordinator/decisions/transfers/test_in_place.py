@@ -12,7 +12,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events

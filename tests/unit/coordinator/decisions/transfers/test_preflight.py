@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES, SPEC
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.coordinator.decisions.state.pool import FitKey
 from weft_rl.coordinator.decisions.transfers.preflight import check_fit

@@ -6,8 +6,16 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import BF16, Machine
 from weft_rl.contract.group import MAX_GROUP_SIZE
-from weft_rl.contract.layout.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
-from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import (
+    WSUM64,
+    Bucket,
+    SendPlan,
+    TensorSlot,
+    WireBucket,
+    make_manifest,
+    make_send_plan,
+    plan_buckets,
+)
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport

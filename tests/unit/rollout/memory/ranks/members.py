@@ -18,8 +18,7 @@ from weft_rl.contract.errors import (
     LoadFailedError,
     WeftError,
 )
-from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.send_plan import whole_plan
+from weft_rl.contract.manifest import plan_buckets, whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests

@@ -34,7 +34,7 @@ from weft_rl.contract.errors import (
     NotReadyError,
     WeftError,
 )
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.ipc.connection import PeerError

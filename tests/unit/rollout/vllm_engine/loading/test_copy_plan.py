@@ -42,7 +42,7 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     staged,
 )
 from weft_rl.contract.checkpoint import StoredTensor
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.transport.digests.wsum64 import tensor_digest
 

@@ -28,7 +28,7 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     staged,
 )
 from weft_rl.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import Reference
 

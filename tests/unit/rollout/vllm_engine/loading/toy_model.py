@@ -14,7 +14,7 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.plan_proof import learn
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 

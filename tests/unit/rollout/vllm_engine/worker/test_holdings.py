@@ -25,7 +25,7 @@ from rollout_side.vllm_engine.worker.holdings import (
 )
 from rollout_side.vllm_engine.worker.rank_results import guarded
 from rollout_side.vllm_engine.worker.state import WorkerState, comparable_state, memory_of
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 

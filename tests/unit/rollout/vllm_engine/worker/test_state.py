@@ -21,7 +21,7 @@ from weft_rl.contract.errors import (
     UnsupportedError,
     WeftError,
 )
-from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 

@@ -10,20 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft_rl.contract.errors import DigestMismatchError, InvalidManifestError
-from weft_rl.contract.layout.manifest import (
+from weft_rl.contract.manifest import (
     ALIGN_BYTES,
     TRAILER_BYTES,
     Bucket,
-    TensorSlot,
-    make_manifest,
-    plan_buckets,
-)
-from weft_rl.contract.layout.runs import (
     Run,
+    TensorSlot,
     carried_sizes,
     check_coverage,
-    check_layout,
+    check_gapless,
+    make_manifest,
     pack_runs,
+    plan_buckets,
     unpack_runs,
     why_not,
     wire_size,
@@ -192,7 +190,7 @@ def test_buckets_of_any_order_have_room_for_the_runs_of_the_smallest_tensors() -
 
 def test_a_layout_that_runs_cannot_fill_is_refused() -> None:
     meta = TensorMeta("w", DataType.UINT8, (SIZE,))
-    check_layout(plan_buckets([meta]))
+    check_gapless(plan_buckets([meta]))
     gap = make_manifest([TensorSlot(meta, 0, ALIGN_BYTES)], [Bucket(4 * ALIGN_BYTES, 1)])
     with pytest.raises(InvalidManifestError, match="gaps"):
-        check_layout(gap)
+        check_gapless(gap)

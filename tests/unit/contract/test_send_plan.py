@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
-from weft_rl.contract.layout.manifest import Manifest, align_up, plan_buckets
-from weft_rl.contract.layout.send_plan import (
+from weft_rl.contract.manifest import (
     MAX_WIRE_BUCKETS,
+    Manifest,
     SendPlan,
     WireBucket,
+    align_up,
     check_send_plan,
     make_send_plan,
+    plan_buckets,
 )
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.codec import send_plan_from_proto, send_plan_to_proto

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
-from weft_rl.contract.layout.manifest import (
+from weft_rl.contract.manifest import (
     ALIGN_BYTES,
     MAX_TENSORS,
     Bucket,

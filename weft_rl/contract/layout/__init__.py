@@ -1,1 +1,0 @@
-"""Contents of a version and their layout: manifests, buckets, runs, send plans."""
