@@ -314,14 +314,14 @@ def leave(change: Change, event: events.Leave) -> None:
     change.reply(event.ticket, EmptyAnswer())
 
 
-def forgive_own_sleep(change: Change) -> None:
+def forgive_own_sleep(change: Change, gap: float) -> None:
     """Grant replicas and owners of leases as much time as the coordinator's own ticks missed.
 
     Before any event is decided: the first after such a gap may be what the gap has kept waiting.
+
+    Args:
+        gap: Time that was missed, in seconds; see ``PoolState.missed_seconds``.
     """
-    gap = change.state.missed_seconds(change.now)
-    if not gap:
-        return
     change.state = replace(change.state, tick_at=change.now)
     stalls.forgive(change, gap)
     for replica in list(change.state.replicas.values()):

@@ -73,8 +73,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         of former steps) are on disk.
     """
     change = Change(state, now)
-    if not isinstance(event, events.Register):  # a silent process is judged by its own silence
-        membership.forgive_own_sleep(change)
+    if (gap := state.missed_seconds(now)) and not isinstance(event, events.Register):
+        membership.forgive_own_sleep(change, gap)  # a silent process is judged by its own silence
     awake = change.state
     try:
         _apply(change, event)
