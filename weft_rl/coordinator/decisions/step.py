@@ -28,7 +28,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     EventKind,
     RoutesChanged,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.pool import PoolState, is_overdue
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     explain_state,
@@ -80,8 +80,9 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         _apply(change, event)
     except WeftError as error:
         change = Change(awake, now)  # a refused request changes nothing
-        if isinstance(error, LeaseFencedError):  # but that its lease is over is durable first
-            leases.end_overdue(change, getattr(event, "policy", BASE_POLICY))
+        policy = getattr(event, "policy", BASE_POLICY)
+        if isinstance(error, LeaseFencedError) and is_overdue(awake, policy, now):
+            leases.end_overdue(change, policy)  # but that its lease is over is durable first
         change.refuse([_ticket_of(event)], error)
     if change.state.unserved:
         withdrawals.decide(change)

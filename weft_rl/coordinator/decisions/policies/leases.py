@@ -168,17 +168,13 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
     change.reply(event.ticket, EmptyAnswer())
 
 
-def end_overdue(change: Change, name: str) -> bool:
-    """End the lease of a policy if it ran out since the last tick; return whether it did.
+def end_overdue(change: Change, name: str) -> None:
+    """End the lease of a policy that ``is_overdue``.
 
-    Called before anybody is told that it did: a coordinator that started from the catalog
+    Called before anybody is told that it ran out: a coordinator that started from the catalog
     meanwhile would take the token for valid again.
     """
-    policy = change.state.policies.get(name)
-    if policy is None or policy.lease is None or change.now < policy.lease.expires_at:
-        return False
-    _expire(change, policy)
-    return True
+    _expire(change, change.state.policies[name])
 
 
 def expire_leases(change: Change) -> None:

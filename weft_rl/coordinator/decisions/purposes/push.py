@@ -50,6 +50,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     Lease,
     Policy,
     PoolState,
+    is_overdue,
     live_lease,
     require_lease,
 )
@@ -117,7 +118,8 @@ class Push(Purpose):
 
     def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
         replicas = queue.targets(transfer.kind)
-        if leases.end_overdue(change, transfer.policy):
+        if is_overdue(change.state, transfer.policy, change.now):
+            leases.end_overdue(change, transfer.policy)
             return ()  # the push has ended with it
         try:
             waits_for = self._try(change, transfer, replicas, queue)
@@ -304,7 +306,8 @@ class Push(Purpose):
     # -- the commit point and its end ---------------------------------------------
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
-        if leases.end_overdue(change, transfer.policy):
+        if is_overdue(change.state, transfer.policy, change.now):
+            leases.end_overdue(change, transfer.policy)
             return
         policy = change.state.policies[transfer.policy]
         lease = live_lease(policy, change.now)

@@ -185,6 +185,13 @@ def live_lease(policy: Policy, now: float) -> Lease | None:
     return lease if lease and now < lease.expires_at else None
 
 
+def is_overdue(state: PoolState, name: str, now: float) -> bool:
+    """Return whether the lease of a policy has run out since the last tick, which would have ended
+    it."""
+    policy = state.policies.get(name)
+    return policy is not None and policy.lease is not None and live_lease(policy, now) is None
+
+
 def num_retained(policy: Policy, settings: PoolSettings) -> int:
     """Return the number of newest versions of an adapter that are kept."""
     return policy.retain or settings.retain
