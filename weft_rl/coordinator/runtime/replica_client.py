@@ -102,7 +102,7 @@ class ReplicaReader:
     def may_be_refused(self, address: str) -> bool:
         """Return whether a replica may refuse this coordinator: it shows credentials, and the
         replica has not taken these just now."""
-        if not (self._credentials.tls_cert or self._shows_token):
+        if not self._shows_any:
             return False
         shown, at = self._let_in.get(address, (None, 0.0))
         return shown != self._shown or time.monotonic() - at > _LET_IN_SECONDS
@@ -122,12 +122,14 @@ class ReplicaReader:
         return None
 
     def note_let_in(self, address: str) -> None:
-        """Note that a replica has taken an order."""
-        self._let_in[address] = self._shown, time.monotonic()
+        """Note that a replica has taken an order, and with it the credentials that were shown."""
+        if self._shows_any:
+            self._let_in[address] = self._shown, time.monotonic()
 
     @property
-    def _shows_token(self) -> bool:
-        return bool(self._credentials.token or self._credentials.token_file)
+    def _shows_any(self) -> bool:
+        known = self._credentials
+        return bool(known.tls_cert or known.token or known.token_file)
 
     @property
     def _shown(self) -> Any:
