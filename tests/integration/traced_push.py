@@ -117,7 +117,9 @@ def _stack(frame: FrameType | None) -> list[Call]:
     while frame is not None and frame.f_code.co_name != "trace_push":
         calls.insert(0, (_path(frame.f_code), frame.f_code.co_qualname))
         frame = frame.f_back
-    return calls
+    # The wrapper around the publisher's methods is no step of the way: it tells of errors only.
+    first = next(at for at, (_, name) in enumerate(calls) if name.startswith("Publisher."))
+    return calls[first:]
 
 
 def _path(code: CodeType) -> str:
