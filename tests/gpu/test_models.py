@@ -40,7 +40,7 @@ from tests.quantised_files import quantise
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not NUM_GPUS and not DRY, reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 BASE = "base-model"

@@ -33,7 +33,7 @@ DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on CPUs over gloo: for writin
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not NUM_GPUS and not DRY, reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 #: vLLM's defaults, torch.compile and CUDA graphs among them. With a cache of a size that is given,
 #: engines may start beside one another on a GPU.

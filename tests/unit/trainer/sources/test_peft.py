@@ -133,7 +133,7 @@ def test_a_base_that_is_not_frozen_is_refused_with_few_names_and_a_number() -> N
     assert "push_merged" in error.message
     assert "requires_grad_(False)" in error.message
     assert len(error.message) < 600
-    assert error.metadata["parameters"] == str(len(trained))
+    assert error.metadata["num_problems"] == str(len(trained))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
