@@ -100,7 +100,10 @@ def test_a_replica_logs_how_far_its_start_is(pool: PoolOfTwo) -> None:
     pool.grow(1)
     lines = pool.processes[0].log_path.read_text().splitlines()
     told = [json.loads(line)["message"] for line in lines if STARTING in line]
-    steps = r"importing vLLM|starting the engine of /.+|preparing the workers for pushes"
+    steps = (
+        r"importing vLLM|starting the engine of /.+|preparing the workers for pushes"
+        r"|generating its first tokens"
+    )
     assert told
     assert all(re.fullmatch(rf"{STARTING}: ({steps}) \(\d+ (s|min)\)", each) for each in told), told
 

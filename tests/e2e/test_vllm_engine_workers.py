@@ -20,6 +20,8 @@ from weft_rl.contract.names import PolicyVersion
 _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_open", ({},), "called before"),
     ("weft_keep_draft", (1,), "TypeError"),
+    ("weft_begin_trial", (), "TypeError"),
+    ("weft_end_trial", (), "weft_begin_trial was not called"),
     ("weft_join", ({"rank": 1}, {}), "TypeError"),
     ("weft_handle", ("t-unknown",), "nothing is staged"),
     ("weft_adopt", (b"garbage", b""), "garbled"),

@@ -224,8 +224,8 @@ def test_a_rank_whose_weights_change_while_they_are_read_ends_the_push_for_all(
     try:
         served = {name: tensor.clone() for name, tensor in engine.base.items()}
         trainer.do("change_at_end", rank=rank)
-        found = {answer["error"] for answer in trainer.do("push", what="base")}
-        assert found == {"MODEL_CHANGED"}
+        answers = trainer.do("push", what="base")
+        assert {answer["error"] for answer in answers} == {"MODEL_CHANGED"}, answers
         assert same(engine.base, served)
         assert not any("error" in answer for answer in trainer.do("push", what="base"))
     finally:
