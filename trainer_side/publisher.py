@@ -638,6 +638,8 @@ def _of_all_ranks(method: Callable[..., _T]) -> Callable[..., _T]:
             return method(self, *args, **named)
         except BaseException as error:
             self._tell(error, is_beside=method.__name__.endswith("_async"))
+            if isinstance(error, KeyboardInterrupt):  # where it was inside tells nobody anything
+                error.with_traceback(None)
             raise
 
     return call

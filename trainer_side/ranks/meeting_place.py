@@ -225,8 +225,14 @@ class MeetingPlace:
         note = self._read(_NOTE, _Note)
         if note is None or note.rank == self._rank or self._rank in note.missing:
             return None
-        is_of_ours = note.by in self._known or note.at >= self._made_at - _CLOCK_SECONDS
-        return note if is_of_ours else None
+        if note.by in self._known:
+            return note
+        if note.at < self._made_at - _CLOCK_SECONDS:
+            return None
+        # Of a Publisher that this one has not met: of one before it, if its rank has another now.
+        record = self._read(str(note.rank), _Record)
+        is_there = record is not None and record.by == note.by and record.state != "closed"
+        return note if is_there else None
 
     @property
     def _others_ranks(self) -> list[int]:

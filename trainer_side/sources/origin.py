@@ -133,6 +133,12 @@ class _KnownBase:
         }
         return self._read(base, others) if others else own
 
+    def can_be_read(self, base: AdapterBase) -> bool:
+        """Return whether its tensors can be digested here: not on the meta device, say."""
+        return bool(self.digested(base, {})) or (
+            base.content is not None and frozenset() not in self.digests
+        )
+
     def _read(self, base: AdapterBase, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
         key = frozenset(dtypes.items())
         if base.content is not None and key not in self.digests:
@@ -256,7 +262,7 @@ class KnownBases:
             seconds = 0.0
         own = _read(reader, base.loaded_from, time.monotonic() + seconds, on_reading)
         found = _compare(base.loaded_from, own, base_checkpoint)
-        if found.version is None or known is None or base.content is None:
+        if found.version is None or known is None or not known.can_be_read(base):
             return found
         if differing := _differing(base, known, reader.tensors):
             return TrainingBase(

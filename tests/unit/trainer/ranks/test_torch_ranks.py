@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.doubles.linked_ranks import linked_ranks
+from trainer_side.ranks.meeting_place import MeetingPlace
+from trainer_side.ranks.ranks import encode_error
 from trainer_side.ranks.torch_ranks import TorchRanks
 from weft_rl.contract.errors import (
     CapacityError,
@@ -286,3 +288,13 @@ def test_a_rank_that_never_comes_ends_with_the_deadline(monkeypatch):
         assert "rank 1 was silent until the deadline" in caught.value.message
         with pytest.raises(WeftError):
             ranks[1].agree()
+
+
+def test_a_new_publisher_does_not_hear_why_a_closed_one_has_left_a_call(pool):
+    store = torch.distributed.HashStore()
+    before = MeetingPlace(store, 0, 2)
+    before.leave(encode_error(InvalidRequestError("require=0")), is_at_call=False)
+    before.close()
+    places = [MeetingPlace(store, rank, 2) for rank in (1, 0)]
+    futures = [pool.submit(each.come, time.monotonic() + 20) for each in places]
+    assert [future.exception(20) for future in futures] == [None, None]
