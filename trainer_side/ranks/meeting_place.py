@@ -222,7 +222,7 @@ class MeetingPlace:
     def _note(self) -> _Note | None:
         """Return the newest note of another rank, if it is of the Publishers that belong to this
         one."""
-        note = self._read(_NOTE, _Note)
+        note: _Note | None = self._read(_NOTE, _Note)
         if note is None or note.rank == self._rank or self._rank in note.missing:
             return None
         if note.by in self._known:
