@@ -50,8 +50,10 @@ class LeaseChecks:
         self._holders.clear()
         self._until.clear()
         self._fenced.clear()
+        # Counts leap above what anybody was given; a lease that is held goes on by its token.
         self._newest_token = {
-            name: policy.fencing_token for name, policy in self._world.catalog.policies.items()
+            name: policy.lease.fencing_token if policy.lease else policy.fencing_token
+            for name, policy in self._world.catalog.policies.items()
         }
 
     def asking(self, trainer: SimTrainer, push: Push) -> None:

@@ -378,6 +378,10 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
     if transfer and transfer.phase is Phase.COMMITTING:
         pause = max(transfer.pause_seconds, event.pause_seconds)
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
+        is_same = replica is not None and replica.incarnation == event.incarnation
+        if is_same and event.failure is not None and event.failure.reason == "DEADLINE":
+            # Its process may answer heartbeats while its engine hangs.
+            suspects.suspect(change, event.replica_id, event.failure.message)
         note_commit_answer(change, transfer, event.replica_id, event.failure)
     if change.state.unserved:
         withdrawals.commit_answered(change, event)
