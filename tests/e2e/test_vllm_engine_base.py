@@ -171,9 +171,6 @@ def test_an_answer_that_is_ended_runs_no_further(served: Served) -> None:
     [
         ({"prompt": [1] * 600}, "512"),
         ({"prompt": [10**6]}, "vocab"),
-        ({"sampling": Sampling(top_p=0.0)}, "top_p"),
-        ({"sampling": Sampling(temperature=0.0), "num_samples": 2}, "greedy"),
-        ({"sampling": Sampling(min_tokens=9, max_tokens=3)}, "min_tokens"),
     ],
 )
 def test_what_vllm_refuses_is_said_in_its_words(
