@@ -40,7 +40,7 @@ class _Server:
         return len(list(Path(f"/proc/{self.child.pid}/fd").iterdir()))
 
     def acquire(self, stub: PublishServiceStub, name: str) -> None:
-        """What the coordinator must write into its catalog."""
+        """Order to write a fact into the catalog."""
         request = publish_pb2.AcquirePolicyRequest(
             trainer_id="t", session_id="s", policy=name, kind=types_pb2.POLICY_KIND_ADAPTER
         )

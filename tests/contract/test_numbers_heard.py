@@ -76,7 +76,7 @@ async def test_so_is_a_trainer(pool: Pool, number: int) -> None:
 async def test_the_largest_that_is_followed_leaves_room_and_is_known_after_a_restart(
     pool: Pool,
 ) -> None:
-    """What this catalog has counted to is no stranger's number."""
+    """A number that this catalog has counted to is followed."""
     replica = await pool.replica()
     trainer = await _trainer(pool, last_version=MAX_FOLLOWED, last_fencing_token=MAX_FOLLOWED)
     replica.epoch = MAX_FOLLOWED

@@ -1,4 +1,4 @@
-"""What vLLM's build for this machine can compute."""
+"""Operations that vLLM's build for this machine has."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _two_indices(path: Path, tensors: Tensors) -> Path:
 
 
 def _links(path: Path, tensors: Tensors) -> Path:
-    """As the Hugging Face cache has it, and a link to a file under another name."""
+    """Links as in the Hugging Face cache, and one to a file under another name."""
     blobs = save(path / "blobs", {"abc": tensors}) / "abc"
     found = path / "snapshot"
     found.mkdir()

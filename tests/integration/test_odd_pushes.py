@@ -156,7 +156,7 @@ def test_an_odd_argument_of_a_constructor_has_a_typed_outcome(
 
 
 class Tee:
-    """What programs put in the place of standard error: it can be written to, no more."""
+    """Stream that programs put in the place of standard error: it can be written to, no more."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -210,7 +210,7 @@ def _replace(model: nn.Module, path: str, wrap: Callable[[Any], nn.Module]) -> n
 
 
 def ddp(module: nn.Module) -> nn.Module:
-    """As DDP holds it, without a process group."""
+    """Make a model as DDP holds it, without a process group."""
     wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper.module = module

@@ -31,7 +31,9 @@ def test_what_once_failed_holds(seed: int) -> None:
 
 def test_the_runs_reach_what_they_are_to_check(outcome: Outcome) -> None:
     """Faults that nothing survives would let every check hold."""
-    assert not [word for word in _WORDS if outcome.reached[word] < 20], outcome.reached
+    rare = {"rolled_back base@": 20}
+    few = [word for word in _WORDS if outcome.reached[word] < rare.get(word, 30)]
+    assert not few, outcome.reached
 
 
 def test_a_seed_is_always_the_same_run() -> None:
