@@ -437,7 +437,9 @@ class Registration:
 
     def _record_failure(self, error: WeftError) -> None:
         """Record that a call was not answered, or was refused."""
-        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+        if error.reason == "POOL_RECOVERING":
+            self._record_trouble(f"the coordinator does not take this replica yet: {error}")
+        elif isinstance(error, PeerUnavailableError | TransferTimeoutError):
             self._record_trouble(self._why_away(error))
         elif type(error) is WeftError or isinstance(error, CapacityError):
             self._record_trouble(f"the coordinator could not answer: {error}")

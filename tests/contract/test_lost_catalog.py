@@ -22,7 +22,7 @@ OTHER = b"\2" * 8
 async def _lose(pool: Pool, *replicas: FakeReplica) -> None:
     """Another coordinator at another catalog; replicas go on with what they have."""
     pool.catalog = pool.catalog.with_name(f"{pool.catalog.stem}-anew.db")
-    await pool.restart(publish_again_after_seconds=0.2)
+    await pool.restart(publish_again_after_seconds=0.2, recover=True)
     for replica in replicas:
         await replica.follow(pool.target)
 

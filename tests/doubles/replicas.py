@@ -108,6 +108,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             held_versions=self._held(),
             last_coordinator_generation=self.registered.coordinator_generation,
             last_coordinator_id=self.registered.coordinator_id,
+            pool_id=self.registered.pool_id,
             last_epoch=self.epoch,
             out_of_service=self.told,
             refusing=self.refusing,

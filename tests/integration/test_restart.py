@@ -24,6 +24,7 @@ from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
 from weft_rl.cli.status import read_pool, render
+from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2 as pb
@@ -241,10 +242,12 @@ def test_a_trainer_may_poll_instead_and_nobody_owning_it_is_said(pool: Pool) -> 
     assert "math@2 is lost: no replica in contact holds it" in shown.getvalue()
 
 
-def lose_catalog(pool: Pool, tmp_path: Path) -> None:
+def lose_catalog(pool: Pool, tmp_path: Path, *, recover: bool = True) -> None:
+    """What starts next is told so."""
     pool.stop_coordinator()
     for path in tmp_path.glob("weft.db*"):
         path.unlink()
+    pool._config["recover"] = recover
 
 
 def is_back(pool: Pool, replica_id: str) -> bool:
@@ -284,7 +287,7 @@ def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_
         pool.remove_replica("late")
     for name in names:
         until(lambda name=name: "base@1002" in spilled(pool, name), 20)  # type: ignore[misc]
-    lose_catalog(pool, tmp_path)
+    lose_catalog(pool, tmp_path, recover=False)
     for name in names:
         pool.remove_replica(name)
     pool.start_coordinator()
@@ -297,6 +300,37 @@ def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_
     assert same(engine.base, weights(Model(6)))
     with trainer(pool) as publisher:
         assert publisher.push_base(Model(5)).version.version > 1002
+
+
+def test_only_a_coordinator_that_recovers_goes_on_with_a_pool_whose_catalog_is_gone(
+    pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool._config["lost_after_seconds"] = 2.0  # a third of the time that it waits for them
+    agent = pool.add_replica("replica-0", double())
+    with trainer(pool) as publisher:
+        adapters = push_all(publisher)
+        lose_catalog(pool, tmp_path, recover=False)
+        pool.start_coordinator()
+        assert agent.registration is not None
+        registration = agent.registration
+        until(lambda: "over an empty one with --recover" in registration.trouble)
+        until(lambda: "could not renew base yet" in caplog.text and "--recover" in caplog.text)
+        with pytest.raises(WeftError):
+            publisher.push_base(Model(6), timeout_seconds=3)
+        serves(pool, "replica-0", adapters)
+        lose_catalog(pool, tmp_path)
+        pool.start_coordinator()
+        until(lambda: is_back(pool, "replica-0"), 20)
+        assert publisher.push_base(Model(6)).version > PolicyVersion("base", 1000)
+    pool.remove_replica("replica-0")
+    lose_catalog(pool, tmp_path)
+    pool.start_coordinator()
+    # Nobody of it is left: who comes now waits as long as somebody may come back, and no longer.
+    began = time.monotonic()
+    pool.add_replica("replica-0", double())
+    with trainer(pool) as publisher:
+        assert str(publisher.push_base(Model(5)).version) == "base@1"
+    assert time.monotonic() - began > 4
 
 
 def test_a_file_whose_read_hangs_holds_up_neither_its_replica_nor_a_push(

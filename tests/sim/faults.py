@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -81,14 +82,20 @@ class Faults:
         world.corruption = world.clean_failure = world.dirty_failure = 0.0
         world.slow_disk = world.refusals = 0.0
         self._restart_coordinator()
-        self.repair_replicas()
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart what is down, and what was of a lost catalog's pool and came back too late; what
+        is dirty is for the pool to repair."""
+        world = self.world
+        for process in (*world.replicas.values(), *world.trainers.values()):
+            if process.is_of_another_pool:
+                world.checks.losses.of_another_pool(process.name)
+                world.crash(process)
+        for name in list(world.replicas):
+            self._restart_replica(name)
         for name in list(world.trainers):
             self._restart_trainer(name)
-
-    def repair_replicas(self) -> None:
-        """Restart what is down; what is dirty is for the pool to repair."""
-        for name in list(self.world.replicas):
-            self._restart_replica(name)
 
     def _later(self, restart: Callable[[str], None], name: str) -> None:
         seconds = self.world.random.choice([0.05, 1.0, 5.0, 10.0])
@@ -142,6 +149,8 @@ class Faults:
         }
         world.trace("coordinator", f"has lost its catalog but {len(known)} versions")
         world.catalog = restored
+        if not restored.pool_id:
+            world.settings = dataclasses.replace(world.settings, recover=True)
         world.checks.catalog_lost(lost)
 
     def _restart_coordinator(self) -> None:

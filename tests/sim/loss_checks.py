@@ -33,6 +33,11 @@ class LossChecks:
         self.num_losses += 1
         self._lost_transfers |= transfer_ids
 
+    def of_another_pool(self, name: str) -> None:
+        """A coordinator that decided without it takes it for one of another pool."""
+        if not self.num_losses:
+            fail(f"{name} is of another pool, and there is one")
+
     def is_lost(self, transfer_id: str) -> bool:
         """Whether a transfer was of a catalog that was lost."""
         return transfer_id in self._lost_transfers

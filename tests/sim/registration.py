@@ -39,6 +39,7 @@ class SimRegistration:
                 if not replica.is_known:
                     interval = yield from self._register()
                     replica.is_known = True
+                    replica.is_of_another_pool = False
                 note = replica.drain.note()
                 held, complete = replica.held(), self._held_wanted
                 answer = yield self._call(
@@ -72,7 +73,8 @@ class SimRegistration:
                 yield interval
             except NotFoundError:
                 replica.is_known = False
-            except WeftError:
+            except WeftError as error:
+                replica.is_of_another_pool = error.reason == "POOL_MISMATCH"
                 yield 1.0
 
     def _register(self) -> Generator[Any, Any, float]:

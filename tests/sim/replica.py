@@ -80,6 +80,7 @@ class SimReplica(Process):
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
         self.ready = self.is_known = False
+        self.is_of_another_pool = False
         self.refusing = ""
         self.order = (0, 0)
         self.asleep: Sleep | None = None

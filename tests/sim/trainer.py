@@ -67,6 +67,7 @@ class SimTrainer(Process):
         self.others = [Process(world.clock, f"{name}.1")] * world.random.choice([0, 0, 1])
         self._senders: list[Sender] = []
         self._pool_id = ""
+        self.is_of_another_pool = False
         self.spawn(self._renew())
         self.worker.spawn(self._train())
 
@@ -124,6 +125,7 @@ class SimTrainer(Process):
                 except (PeerUnavailableError, TransferTimeoutError):
                     pass
                 except WeftError as error:
+                    self.is_of_another_pool |= error.reason == "POOL_MISMATCH"
                     if self.tokens.get(policy) == token:
                         del self.tokens[policy]
                         if isinstance(error, LeaseFencedError) and "holder" not in error.metadata:
@@ -146,6 +148,7 @@ class SimTrainer(Process):
             yield from self._push(push, f"{number:08d}".encode())
         except WeftError as error:
             push.error = error
+            self.is_of_another_pool |= error.reason == "POOL_MISMATCH"
         self.pushing = False
         push.done = True
         self.world.checks.push_ended(self, push)

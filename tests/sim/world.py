@@ -242,7 +242,7 @@ class World:
         """Wait until there is no complaint any more."""
         end = self.clock.now + seconds
         while True:
-            self.faults.repair_replicas()
+            self.faults.restart()
             self.clock.run_until(self.clock.now + 1.0)
             complaints = (text for ask in questions for text in ask(self))
             if self.clock.now >= end:
@@ -262,6 +262,10 @@ class World:
                 continue
             push = self._finish(trainer, trainer.push(policy, 10.0))
             if push.error is None:
+                return
+            if trainer.is_of_another_pool:
+                self.faults.restart()
+                self._push_must_succeed(policy)
                 return
             errors.append(f"{trainer.name}: {push.error!r}")
             if not isinstance(push.error, PolicyOwnedError):

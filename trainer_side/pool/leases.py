@@ -243,6 +243,8 @@ class Leases:
                 break
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
+                if error.reason == "POOL_RECOVERING" and self._may_retry(deadline):
+                    continue
                 if not (
                     isinstance(error, PolicyOwnedError)
                     and error.metadata.get("holder") == self._trainer_id
@@ -255,14 +257,16 @@ class Leases:
                     continue
                 if was_held or rival.is_alive(error.metadata):
                     raise self._refused(policy, error, was_held) from rpc_error
-                if time.monotonic() + _RETRY_SECONDS > deadline:
-                    raise error from rpc_error
                 if not waiting:
                     _log.warning("waiting for the lease of a former process: %s", error.message)
                     waiting = True
-                if self._stop.wait(_RETRY_SECONDS):
+                if not self._may_retry(deadline):
                     raise error from rpc_error
         return self._note_acquired(kind, response)
+
+    def _may_retry(self, deadline: float) -> bool:
+        """Wait a moment; return False if there is no time left, or this object was closed."""
+        return time.monotonic() + _RETRY_SECONDS <= deadline and not self._stop.wait(_RETRY_SECONDS)
 
     def _acquire_request(
         self, policy: str, kind: types_pb2.PolicyKind.ValueType

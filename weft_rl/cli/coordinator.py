@@ -44,6 +44,14 @@ def coordinator(
             help="SQLite file of what outlives a restart: versions, leases, history.",
         ),
     ] = Path("weft.db"),
+    recover: Annotated[
+        bool,
+        typer.Option(
+            "--recover",
+            help="Take an empty catalog for that of a pool whose own was lost: the first replica "
+            "or trainer that comes back says which, and what it holds is served.",
+        ),
+    ] = CoordinatorConfig.recover,
     retain_versions: Annotated[
         int,
         typer.Option(
@@ -106,6 +114,7 @@ def coordinator(
     config = CoordinatorConfig(
         listen=listen,
         catalog=catalog,
+        recover=recover,
         lease_seconds=lease_seconds,
         heartbeat_seconds=heartbeat_seconds,
         lost_after_seconds=lost_after_seconds,

@@ -238,6 +238,7 @@ REASONS: dict[str, type[WeftError]] = {
     "TOO_MANY_CALLS": CapacityError,
     "TOO_MANY_POLICIES": CapacityError,
     "POOL_EMPTY": PeerUnavailableError,
+    "POOL_RECOVERING": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
     "RANK_GONE": PeerUnavailableError,
     "STALLED": StalledError,

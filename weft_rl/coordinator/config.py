@@ -49,6 +49,9 @@ class CoordinatorConfig:
     max_policies_per_trainer: int = PoolSettings.max_policies_per_trainer
     """Number of policies, owned or served, that one trainer may have at a time. A trainer is an
     identity of the access file, or a trainer_id where callers are not identified."""
+    recover: bool = False
+    """True to let an empty catalog be of the pool of the first replica or trainer that comes back:
+    its own was lost. No effect on a catalog that belongs to a pool."""
     credentials: Credentials = NO_CREDENTIALS
     """Credentials shown to callers, and to the replicas that the coordinator calls."""
     access: Path | None = None
@@ -97,4 +100,5 @@ class CoordinatorConfig:
             sender_stall_seconds=self.sender_stall_seconds,
             max_transfer_seconds=self.max_transfer_seconds,
             max_policies_per_trainer=self.max_policies_per_trainer,
+            recover=self.recover,
         )

@@ -122,7 +122,8 @@ class PublishServiceServicer(object):
         which grants each one its whole time anew as it starts.
         Statuses: INVALID_ARGUMENT/INVALID_NAME or INVALID_REQUEST (a number that nobody can have
         counted to); FAILED_PRECONDITION/POOL_MISMATCH (the publisher was told of another pool;
-        metadata `pool_id` and `given`); ALREADY_EXISTS/POLICY_OWNED (another
+        metadata `pool_id` and `given`); UNAVAILABLE/POOL_RECOVERING (the coordinator waits for those
+        of a lost pool first; try again); ALREADY_EXISTS/POLICY_OWNED (another
         trainer, or another process of this one, holds it; metadata `holder`,
         `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
         process `host`, `host_key`, `pid`, `start_time`, where it gave them);

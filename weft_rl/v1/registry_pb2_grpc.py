@@ -80,6 +80,7 @@ class RegistryServiceServicer(object):
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
         side-group backend that the pool's weights move over), REVISION_MISMATCH,
         POOL_MISMATCH (it was told of another pool; metadata `pool_id` and `given`);
+        UNAVAILABLE/POOL_RECOVERING (the coordinator waits for those of a lost pool first);
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
         CheckReplica);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has

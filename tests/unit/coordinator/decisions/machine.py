@@ -152,6 +152,7 @@ class Machine:
         checkpoint = capabilities.pop("checkpoint", NOT_TOLD)
         asleep = capabilities.pop("asleep", None)
         out_of_service = capabilities.pop("out_of_service", None)
+        pool_id = capabilities.pop("pool_id", "")
         self.do(
             events.Register(
                 ticket=ticket,
@@ -167,6 +168,7 @@ class Machine:
                 last_coordinator_id=last_coordinator_id,
                 checkpoint=checkpoint,
                 out_of_service=out_of_service,
+                pool_id=pool_id,
                 report=ReplicaReport(
                     vector=vector,
                     retained=retained,

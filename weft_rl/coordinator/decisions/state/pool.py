@@ -83,6 +83,8 @@ class PoolSettings:
     publish_again_after_seconds: float = 5.0
     """Seconds that a version must be held by nobody before its owner is asked for it. While a
     pool restarts, another replica may hold it."""
+    recover: bool = False
+    """True if an empty catalog may be of a pool that lost its own."""
 
 
 @dataclass(frozen=True)
