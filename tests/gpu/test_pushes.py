@@ -129,7 +129,7 @@ def answers_alike(kind: str, found: Answers, wanted: Answers) -> bool:
     for one, other in zip(found, wanted, strict=True):
         pairs = zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
         common = list(takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
-        if not common or any(abs(a - b) > 0.25 for (_, a), (_, b) in common):
+        if not common or any(abs(a - b) > 0.5 for (_, a), (_, b) in common):
             return False
     return True
 

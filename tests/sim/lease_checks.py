@@ -73,11 +73,18 @@ class LeaseChecks:
         if last != holder and self._world.clock.now < until:
             left = until - self._world.clock.now
             fail(f"{answer.policy} was taken from {last} by {holder}, {left:.1f} s too early")
-        self._until[answer.policy] = holder, lease.expires_at
+        if self._lasts(answer):
+            self._until[answer.policy] = holder, lease.expires_at
         newest = self._newest_token.get(answer.policy, 0)
         if lease.fencing_token < newest:
             fail(f"{answer.policy}: token {lease.fencing_token} after {newest}")
         self._newest_token[answer.policy] = lease.fencing_token
+
+    def _lasts(self, answer: effects.LeaseAnswer) -> bool:
+        """Whether it has not ended since that was decided: an answer waits for the disk."""
+        policy = self._world.coordinator.state.policies.get(answer.policy)
+        token = policy.lease.fencing_token if policy and policy.lease else 0
+        return token == answer.lease.fencing_token
 
     def stepped(self, event: events.Event, emitted: Sequence[effects.Effect]) -> None:
         """After every event: a lease ends by its owner, by force, or after its time."""
@@ -88,8 +95,13 @@ class LeaseChecks:
             if not isinstance(effect, effects.SaveLeaseEnded):
                 continue
             holder, until = self._until.pop(effect.name, (None, 0.0))
-            if isinstance(event, events.AcquirePolicy):  # its own, by an older token
-                by_order = by_order or (event.trainer_id, event.session_id) == holder
+            if isinstance(event, events.AcquirePolicy):
+                is_own = (event.trainer_id, event.session_id) == holder  # by an older token
+                # Where a catalog was lost, tokens do not say who was first: the larger one does
+                # until the other has renewed its lease, after each start.
+                is_larger = event.last_token > self._newest_token.get(event.policy, 0)
+                was_lost = bool(self._world.checks.losses.num_losses)
+                by_order = by_order or is_own or (is_larger and was_lost)
             if now < until and not by_order:
                 fail(f"{holder}'s lease of {effect.name} ended {until - now:.1f} s too early")
 
