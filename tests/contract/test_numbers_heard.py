@@ -97,6 +97,6 @@ async def test_versions_never_go_back_after_a_lost_catalog(pool: Pool) -> None:
     trainer = await _trainer(pool, last_version=MAX_FOLLOWED)
     await trainer.push()
     pool.catalog = pool.catalog.with_name("anew.db")
-    await pool.restart()
+    await pool.restart(recover=True)
     await replica.follow(pool.target)
     assert await refusal(replica.register()) == "INVALID_ARGUMENT/INVALID_REQUEST"
