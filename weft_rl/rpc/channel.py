@@ -38,7 +38,10 @@ class _Connection:
 
 
 class _RenewedChannel:
-    """Shared part of both kinds of channel; a lock guards it, as callbacks come on any thread."""
+    """Channel as far as Weft's stubs use one, blocking or of asyncio; ``_close`` is what differs.
+
+    A lock guards it, as callbacks come on any thread.
+    """
 
     def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
         self._target, self._credentials, self._connect = target, credentials, connect
@@ -48,11 +51,36 @@ class _RenewedChannel:
         #: Connections of former certificates that have calls under way.
         self._stale: list[_Connection] = []
 
-    def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> _Method:
+        """See ``grpc.Channel``."""
+        return _Method(self, ("unary_unary", method), args, options)
 
-    def _take(self, kind: str, method: str, args: Any, options: Any) -> tuple[_Connection, Any]:
-        """Return the connection for a call that begins now, and the method on it."""
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> _Method:
+        """See ``grpc.Channel``."""
+        return _Method(self, ("unary_stream", method), args, options)
+
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> _Method:
+        """See ``grpc.Channel``."""
+        return _Method(self, ("stream_unary", method), args, options)
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> _Method:
+        """See ``grpc.Channel``."""
+        return _Method(self, ("stream_stream", method), args, options)
+
+    def metadata(self, given: Any) -> tuple[tuple[str, Any], ...]:
+        """Return the metadata of a call: what its caller gives, and the token.
+
+        Raises:
+            InvalidResponseError: The token cannot be sent. It is raised as by a failed call,
+                for callers that handle whatever becomes of a call.
+        """
+        try:
+            return (*(given or ()), *self._credentials.metadata(self._target))
+        except InvalidRequestError as error:
+            raise InvalidResponseError(error) from error
+
+    def take(self) -> _Connection:
+        """Return the connection for a call that begins now, to be released at its end."""
         stale = None
         with self._lock:
             connection = self._current
@@ -68,17 +96,12 @@ class _RenewedChannel:
                         stale = connection
                     connection = self._current
             connection.num_calls += 1
-            key = (kind, method)
-            if key not in connection.methods:
-                connection.methods[key] = getattr(connection.channel, kind)(
-                    method, *args, **options
-                )
-            call = connection.methods[key]
         if stale is not None:
             self._close(stale.channel)
-        return connection, call
+        return connection
 
-    def _release(self, connection: _Connection) -> None:
+    def release(self, connection: _Connection) -> None:
+        """Count the end of a call; the last one closes a connection of former certificates."""
         with self._lock:
             connection.num_calls -= 1
             is_last = not connection.num_calls and connection in self._stale
@@ -96,40 +119,48 @@ class _RenewedChannel:
     def _close(self, channel: Any) -> None:
         raise NotImplementedError
 
-    def metadata(self, given: Any) -> tuple[tuple[str, Any], ...]:
-        """Return the metadata of a call: what its caller gives, and the token.
 
-        Raises:
-            InvalidResponseError: The token cannot be sent. It is raised as by a failed call,
-                for callers that handle whatever becomes of a call.
-        """
+class _Method:
+    """One method of a channel that is renewed."""
+
+    def __init__(
+        self, channel: _RenewedChannel, key: tuple[str, str], args: Any, options: Any
+    ) -> None:
+        self._channel, self._key, self._args, self._options = channel, key, args, options
+
+    def __call__(
+        self, request: Any = None, timeout: float | None = None, metadata: Any = None, **how: Any
+    ) -> Any:
+        return self._begin(lambda method: method, request, timeout, metadata, how)
+
+    def future(self, request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
+        """Begin the call; the caller waits for it, or cancels it."""
+        return self._begin(lambda method: method.future, request, timeout, metadata, {})
+
+    def _begin(
+        self, way: Callable[[Any], Any], request: Any, timeout: Any, metadata: Any, how: Any
+    ) -> Any:
+        carried = self._channel.metadata(metadata)
+        connection = self._channel.take()
         try:
-            return (*(given or ()), *self._credentials.metadata(self._target))
-        except InvalidRequestError as error:
-            raise InvalidResponseError(error) from error
-
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        """See ``grpc.Channel``."""
-        return self._method("unary_unary", method, *args, **options)
-
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        """See ``grpc.Channel``."""
-        return self._method("unary_stream", method, *args, **options)
-
-    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        """See ``grpc.Channel``."""
-        return self._method("stream_unary", method, *args, **options)
-
-    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        """See ``grpc.Channel``."""
-        return self._method("stream_stream", method, *args, **options)
+            method = connection.methods.get(self._key)
+            if method is None:
+                kind, name = self._key
+                method = getattr(connection.channel, kind)(name, *self._args, **self._options)
+                connection.methods[self._key] = method
+            answer = way(method)(request, timeout=timeout, metadata=carried, **how)
+        except BaseException:
+            self._channel.release(connection)
+            raise
+        if hasattr(answer, "add_done_callback"):
+            answer.add_done_callback(lambda _: self._channel.release(connection))
+        else:  # a blocking call: it has ended
+            self._channel.release(connection)
+        return answer
 
 
 class RenewedChannel(_RenewedChannel):
-    """Blocking channel, as far as Weft's stubs use one: calls, futures, ``close``."""
-
-    def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:
-        return _Method(self, kind, method, args, options)
+    """Blocking channel that follows its credentials."""
 
     def _close(self, channel: Any) -> None:
         channel.close()
@@ -146,74 +177,13 @@ class RenewedChannel(_RenewedChannel):
         self.close()
 
 
-class _Method:
-    """One method of a blocking channel."""
-
-    def __init__(
-        self, channel: RenewedChannel, kind: str, method: str, args: Any, options: Any
-    ) -> None:
-        self._channel, self._kind, self._name = channel, kind, method
-        self._args, self._options = args, options
-
-    def __call__(
-        self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any
-    ) -> Any:
-        carried = self._channel.metadata(metadata)
-        connection, call = self._begin()
-        if self._kind.endswith("_stream"):
-            return self._watched(connection, lambda: call(request, timeout, carried, **options))
-        try:
-            return call(request, timeout, carried, **options)
-        finally:
-            self._channel._release(connection)
-
-    def future(self, request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
-        """Begin the call; the caller waits for it, or cancels it."""
-        carried = self._channel.metadata(metadata)
-        connection, call = self._begin()
-        return self._watched(connection, lambda: call.future(request, timeout, carried))
-
-    def _begin(self) -> tuple[_Connection, Any]:
-        return self._channel._take(self._kind, self._name, self._args, self._options)
-
-    def _watched(self, connection: _Connection, begin: Callable[[], Any]) -> Any:
-        release = self._channel._release
-        try:
-            rpc = begin()
-        except BaseException:
-            release(connection)
-            raise
-        rpc.add_done_callback(lambda _: release(connection))
-        return rpc
-
-
 class RenewedAioChannel(_RenewedChannel):
-    """Asyncio channel, as far as Weft's stubs use one; used on one event loop."""
-
-    def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
-        super().__init__(target, credentials, connect)
-        self._closing: set[asyncio.Task[None]] = set()
-
-    def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:
-        def begin(
-            request: Any = None, *, timeout: float | None = None, metadata: Any = None
-        ) -> Any:
-            carried = self.metadata(metadata)
-            connection, call = self._take(kind, method, args, options)
-            try:
-                rpc = call(request, timeout=timeout, metadata=carried)
-            except BaseException:
-                self._release(connection)
-                raise
-            rpc.add_done_callback(lambda _: self._release(connection))
-            return rpc
-
-        return begin
+    """Asyncio channel that follows its credentials; used on one event loop."""
 
     def _close(self, channel: Any) -> None:
         task = asyncio.get_running_loop().create_task(channel.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
         """Close the channel, at most ``grace`` seconds after now."""
@@ -226,32 +196,8 @@ class RenewedAioChannel(_RenewedChannel):
         await self.close()
 
 
-def renewed_channel(target: str, credentials: Credentials, options: Any) -> grpc.Channel:
-    """Open a blocking channel to ``target`` with ``credentials``."""
-    channel: Any = RenewedChannel(
-        target,
-        credentials,
-        lambda: (
-            grpc.secure_channel(target, credentials.channel_credentials(), options)
-            if credentials.has_tls
-            else grpc.insecure_channel(target, options)
-        ),
-    )
-    return channel  # type: ignore[no-any-return]
-
-
-def renewed_aio_channel(target: str, credentials: Credentials, options: Any) -> grpc.aio.Channel:
-    """Open an asyncio channel to ``target`` with ``credentials``."""
-    channel: Any = RenewedAioChannel(
-        target,
-        credentials,
-        lambda: (
-            grpc.aio.secure_channel(target, credentials.channel_credentials(), options)
-            if credentials.has_tls
-            else grpc.aio.insecure_channel(target, options)
-        ),
-    )
-    return channel  # type: ignore[no-any-return]
+#: Closing tasks: an event loop alone does not keep them.
+_closing: Final[set[asyncio.Task[None]]] = set()
 
 
 # -- channels, and the addresses that they go to ---------------------------------
@@ -328,10 +274,8 @@ def open_channel(target: str, credentials: Credentials | None = None) -> grpc.Ch
     Raises:
         InvalidRequestError: A file of them cannot be used.
     """
-    shown = Credentials.from_environment() if credentials is None else credentials
-    if shown == NO_CREDENTIALS:
-        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return renewed_channel(target, shown, CHANNEL_OPTIONS)
+    channel: grpc.Channel = _open(grpc, RenewedChannel, target, credentials)
+    return channel
 
 
 def open_aio_channel(target: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
@@ -339,10 +283,21 @@ def open_aio_channel(target: str, credentials: Credentials | None = None) -> grp
 
     The caller closes it. Arguments and errors are those of ``open_channel``.
     """
+    channel: grpc.aio.Channel = _open(grpc.aio, RenewedAioChannel, target, credentials)
+    return channel
+
+
+def _open(
+    library: Any, renewed: Callable[..., Any], target: str, credentials: Credentials | None
+) -> Any:
     shown = Credentials.from_environment() if credentials is None else credentials
-    if shown == NO_CREDENTIALS:
-        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return renewed_aio_channel(target, shown, CHANNEL_OPTIONS)
+
+    def connect() -> Any:
+        if shown.has_tls:
+            return library.secure_channel(target, shown.channel_credentials(), CHANNEL_OPTIONS)
+        return library.insecure_channel(target, CHANNEL_OPTIONS)
+
+    return connect() if shown == NO_CREDENTIALS else renewed(target, shown, connect)
 
 
 def split_target(target: str) -> tuple[str, int]:
