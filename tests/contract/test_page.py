@@ -19,7 +19,7 @@ from tests.contract.conftest import Pool
 from tests.doubles.certificates import Authority
 from tests.doubles.http import Answer, ask
 from tests.doubles.replicas import FakeReplica
-from weft_rl.coordinator.page import document
+from weft_rl.coordinator.page import pages
 from weft_rl.rpc.codec import as_dict
 from weft_rl.telemetry.config import TelemetryConfig
 
@@ -37,13 +37,14 @@ token_sha256 = "{hashlib.sha256(TRAINERS.encode()).hexdigest()}"
 roles = ["publish"]
 policies = ["*"]
 """
-STATIC = Path(document.__file__).parent / "static"
+LISTS = ("replicas", "policies", "transfers", "events")
+STATIC = Path(pages.__file__).parent / "static"
 
 
 @pytest.fixture(autouse=True)
 def _no_old_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer tells what is so now."""
-    monkeypatch.setattr(document, "SAME_ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(pages, "SAME_ANSWER_SECONDS", 0.0)
 
 
 @asynccontextmanager
@@ -61,45 +62,35 @@ def _port(pool: Pool) -> int:
     return pool.coordinator.ports.metrics_port
 
 
-async def _told(pool: Pool, cursor: str = "") -> dict[str, Any]:
-    answer = await ask(_port(pool), f"/v1/pool.json?since={cursor}")
+async def _listed(pool: Pool, name: str) -> dict[str, Any]:
+    answer = await ask(_port(pool), f"/v1/{name}.json")
     assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
     told: dict[str, Any] = json.loads(answer.body)
     return told
 
 
-async def test_what_a_push_did_is_told(tmp_path: Path) -> None:
+async def test_what_a_push_did_is_told_as_the_service_tells_it(tmp_path: Path) -> None:
     async with _pool(tmp_path) as pool:
         await pool.replica("r0")
         await pool.replica("r1")
         trainer = await pool.trainer()
         pushed = await trainer.push()
-        told, seen = await _told(pool), as_dict(await pool.seen())
-        assert pool.coordinator is not None
-        assert told["coordinator"] == pool.target
-        (past,) = told["transfers"]
-        names = ("transfer_id", "trainer_id", "total_bytes", "forming", "staging", "committing")
-        assert {name: past["transfer"][name] for name in names} == {
-            name: as_dict(pushed)[name] for name in names
-        }
-        assert told["members"][str(past["served_by"])] == ["r0", "r1"]
-        assert past["commit_time"] > told["history"]["began"]
-        assert told["rates"][past["backend"]]["version"] == "math@1"
+        told, seen = await _listed(pool, "pool"), as_dict(await pool.seen())
+        assert told["listen"] == pool.target
+        (past,) = (await _listed(pool, "transfers"))["transfers"]
+        assert past == as_dict(pushed)
+        assert past == told["last_transfer"]
+        assert past["serving_replica_ids"] == ["r0", "r1"]
         for replica in (*told["replicas"], *seen["replicas"]):
-            replica.pop("since_heartbeat", None)
+            for name in ("since_heartbeat", "version_vector", "version_vector_index"):
+                replica.pop(name, None)
             replica["report"].pop("adapter_used_bytes", None)
-        by_id = sorted(told["replicas"], key=lambda replica: replica["replica_id"])
-        assert by_id == seen["replicas"]
-        (policy,) = told["policies"]
-        del seen["policies"][0]["lease"]["time_to_live"]
-        assert policy == seen["policies"][0]
-        kinds = [event["kind"] for event in told["events"]]
+        for policy in (*told["policies"], *seen["policies"]):
+            del policy["lease"]["time_to_live"]
+        for name in ("replicas", "policies", "replica_counts", "pool_id"):
+            assert told[name] == seen[name]
+        kinds = [event["kind"] for event in (await _listed(pool, "events"))["events"]]
         assert "EVENT_KIND_TRANSFER_COMMITTED" in kinds
-
-        await trainer.push()
-        later = await _told(pool, told["cursor"])
-        assert [p["transfer"]["version"]["version"] for p in later["transfers"]] == ["2"]
-        assert not later["is_new"]
 
 
 async def test_a_pause_is_told_of_each_replica(tmp_path: Path) -> None:
@@ -107,23 +98,29 @@ async def test_a_pause_is_told_of_each_replica(tmp_path: Path) -> None:
         replicas: list[FakeReplica] = [await pool.replica("r0"), await pool.replica("r1")]
         trainer = await pool.trainer(policy="base")
         await trainer.push()
-        (past,) = (await _told(pool))["transfers"]
-        assert past["kind"] == "base"
-        longest = float(past["transfer"]["pause"].removesuffix("s"))
-        assert past["pauses"].keys() == {replica.replica_id for replica in replicas}
-        assert max(seconds for _, seconds in past["pauses"].values()) == pytest.approx(longest)
+        (past,) = (await _listed(pool, "transfers"))["transfers"]
+        pauses = {one["replica_id"]: one["pause"] for one in past["pauses"]}
+        assert pauses.keys() == {replica.replica_id for replica in replicas}
+        assert max(pauses.values()) == past["pause"]
 
 
-async def test_a_restarted_coordinator_says_since_when_it_knows(tmp_path: Path) -> None:
+async def test_a_restarted_coordinator_is_another_one_and_numbers_events_anew(
+    tmp_path: Path,
+) -> None:
     async with _pool(tmp_path) as pool:
         await pool.replica("r0")
         await (await pool.trainer()).push()
-        told = await _told(pool)
+        told = await _listed(pool, "pool")
         await pool.restart(telemetry=ON_LOOPBACK)
-        after = await _told(pool, told["cursor"])
-        assert after["is_new"], "the page forgets what it knew"
-        assert after["history"]["began"] > told["history"]["began"]
-        assert after["transfers"] == []
+        after = await _listed(pool, "pool")
+        assert after["coordinator_generation"] != told["coordinator_generation"]
+        assert "last_transfer" not in after
+        started = [
+            event
+            for event in (await _listed(pool, "events"))["events"]
+            if event["kind"] == "EVENT_KIND_COORDINATOR_STARTED"
+        ]
+        assert [event["subject"] for event in started] == ["generation 2", "generation 1"]
 
 
 async def test_files_come_with_a_policy_that_lets_nothing_else_in(tmp_path: Path) -> None:
@@ -141,8 +138,8 @@ async def test_files_come_with_a_policy_that_lets_nothing_else_in(tmp_path: Path
             assert "unsafe" not in allowed
         for path in ("/page/", "/page/../site.py", "/page/main.js/", "/index.html"):
             assert (await ask(_port(pool), path)).status == 404
-        for query in ("since=nonsense", "x=1", "&".join("abcdefghijk"), "since=1.1.1.1.1%00"):
-            assert (await ask(_port(pool), f"/v1/pool.json?{query}")).status == 400
+        for query in ("page_size=x", "x=1", "&".join("abcdefghijk"), "page_token=1%00"):
+            assert (await ask(_port(pool), f"/v1/events.json?{query}")).status == 400
 
 
 def test_files_ask_for_nothing_from_elsewhere_and_make_no_markup_of_text() -> None:
@@ -156,7 +153,8 @@ def test_files_ask_for_nothing_from_elsewhere_and_make_no_markup_of_text() -> No
 async def test_page_and_json_are_for_who_may_inspect(tmp_path: Path) -> None:
     (tmp_path / "access.toml").write_text(ACCESS)
     async with _pool(tmp_path, access=tmp_path / "access.toml") as pool:
-        for path in ("/", "/v1/pool.json", "/page/main.js"):
+        lists = [f"/v1/{name}.json" for name in ("pool", *LISTS)]
+        for path in ("/", *lists, "/page/main.js"):
             refused = await _ask(pool, path)
             assert refused.status == 401
             assert refused.headers["www-authenticate"].startswith("Basic ")
@@ -195,8 +193,13 @@ async def test_forty_pages_that_poll_hold_up_no_push(tmp_path: Path) -> None:
         await pool.replica("r0")
         trainer = await pool.trainer()
         await trainer.push()
-        polls = [asyncio.ensure_future(_told(pool)) for _ in range(40)]
+        polls = [
+            asyncio.ensure_future(_listed(pool, name))
+            for _ in range(40)
+            for name in ("pool", "transfers")
+        ]
         for _ in range(3):
             await trainer.push(timeout=None)
-        assert all(told["transfers"] for told in await asyncio.gather(*polls))
-        assert len((await _told(pool))["transfers"]) == 4
+        for told in await asyncio.gather(*polls):
+            assert told.get("transfers") or told["last_transfer"]
+        assert len((await _listed(pool, "transfers"))["transfers"]) == 4

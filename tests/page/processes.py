@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ _IMPATIENT = (
 )  # fmt: skip
 
 
+def seconds(message: dict[str, Any], name: str) -> float:
+    """The seconds of a duration, 0 where there is none."""
+    return float(message.get(name, "0s").removesuffix("s"))
+
+
 @dataclass(frozen=True)
 class Served:
     """A coordinator that serves the page."""
@@ -37,22 +43,36 @@ class Served:
     """Where, with a / at the end."""
     coordinator: str
 
-    def told(self) -> dict[str, Any]:
-        """All of the JSON, as a first answer or several."""
-        whole, cursor = dict[str, Any](), ""
+    def listed(self, name: str) -> list[dict[str, Any]]:
+        """The whole of a list, from all of its pages."""
+        whole, token = list[dict[str, Any]](), ""
         while True:
-            with urllib.request.urlopen(f"{self.page}v1/pool.json?since={cursor}") as answer:
+            where = f"{self.page}v1/{name}.json?page_token={token}"
+            with urllib.request.urlopen(where) as answer:
                 told = json.load(answer)
-            for name, value in told.items():
-                if isinstance(value, list) and name != "under_way":
-                    whole[name] = [*whole.get(name, []), *value]
-                elif name == "members":
-                    whole[name] = {**whole.get(name, {}), **value}
-                else:
-                    whole[name] = value
-            if not told["is_more"]:
+            whole += told.get(name, [])
+            token = told.get("next_page_token", "")
+            if not token:
                 return whole
-            cursor = told["cursor"]
+
+    def ended(self) -> dict[str, dict[str, Any]]:
+        """Pushes and rollbacks that have ended, by id, with the time of their commit."""
+        found = {}
+        for one in self.listed("transfers"):
+            is_ended = one["state"] in ("TRANSFER_STATE_COMMITTED", "TRANSFER_STATE_ABORTED")
+            if is_ended and one["purpose"] in (
+                "TRANSFER_PURPOSE_PUSH",
+                "TRANSFER_PURPOSE_ROLLBACK",
+            ):
+                begin = datetime.fromisoformat(one["begin_time"]).timestamp()
+                one["commit_time"] = begin + seconds(one, "forming") + seconds(one, "staging")
+                found[one["transfer_id"]] = one
+        return found
+
+    def began(self) -> float:
+        """When the coordinator started."""
+        started = (e for e in self.listed("events") if e["kind"].endswith("COORDINATOR_STARTED"))
+        return datetime.fromisoformat(next(started)["time"]).timestamp()
 
     def weft(self, *args: str) -> str:
         """What a command of the command line prints."""

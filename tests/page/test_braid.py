@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.page.browser import Browser, Tab, wait_for
-from tests.page.processes import Served
+from tests.page.processes import Served, seconds
 
 BOX = "node => { const box = node.getBoundingClientRect(); return [box.x, box.right]; }"
 FILL = "node => getComputedStyle(node).fill"
@@ -27,7 +27,7 @@ def _show(tab: Tab, policy: str, seconds: int = 60) -> None:
 
 
 def test_a_row_a_replica(tab: Tab, demo: Served) -> None:
-    names = sorted(replica["replica_id"] for replica in demo.told()["replicas"])
+    names = sorted(replica["replica_id"] for replica in demo.listed("replicas"))
     assert len(names) == 2
     assert tab.all("#braid .row", "node => node.dataset.replica") == names
     assert tab.all("#braid .name", "node => node.lastChild.textContent") == names
@@ -50,22 +50,21 @@ def test_seams_are_at_the_times_of_the_commits(tab: Tab, demo: Served, policy: s
             })),
         })"""
     )
-    told = demo.told()
-    today = datetime.fromtimestamp(told["history"]["began"], UTC).date()
+    commits = demo.ended()
+    today = datetime.fromtimestamp(demo.began(), UTC).date()
     clocks = [
         datetime.strptime(f"{today} {text}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
         for text in drawn["clocks"]
     ]
     assert len(clocks) >= 3
     pixels = (drawn["ticks"][-1] - drawn["ticks"][0]) / (clocks[-1] - clocks[0])
-    commits = {past["transfer"]["transfer_id"]: past for past in told["transfers"]}
     assert drawn["seams"]
     for seam in drawn["seams"]:
         past = commits[seam["id"]]
-        assert past["transfer"]["version"]["policy"] == policy
+        assert past["version"]["policy"] == policy
         expected = drawn["ticks"][0] + (past["commit_time"] - clocks[0]) * pixels
         assert seam["x"] == pytest.approx(expected, abs=1.0)
-        assert seam["rows"] == len(told["members"][str(past["served_by"])])
+        assert seam["rows"] == len(past["serving_replica_ids"])
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -99,17 +98,16 @@ def test_a_push_of_the_base_pauses_generation_and_that_is_red(
         tab.wait("#push-rows tr")
         _show(tab, "base", 300)
         tab.wait("#braid .pause")
-        told = demo.told()
         paused = {
-            past["transfer"]["transfer_id"]: past
-            for past in told["transfers"]
-            if past["kind"] == "base" and past["commit_time"]
+            (pause["replica_id"], past["transfer_id"]): seconds(pause, "pause")
+            for past in demo.ended().values()
+            for pause in past.get("pauses", [])
         }
         drawn = tab.all("#braid .pause", "node => [node.parentNode.dataset.replica, "
                         "node.dataset.transfer, +node.dataset.seconds]")  # fmt: skip
         assert {replica for replica, *_ in drawn} == {"replica-0", "replica-1"}
-        for replica, transfer, seconds in drawn:
-            assert seconds == paused[transfer]["pauses"][replica][1] > 0
+        for replica, transfer, length in drawn:
+            assert length == paused[replica, transfer] > 0
         for colour in set(tab.all("#braid .pause", FILL)):
             red, green, blue = _numbers(colour)
             assert red > 180, colour

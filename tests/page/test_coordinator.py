@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +83,11 @@ def test_an_adapter_over_another_base_is_marked_on_the_first_screen(
     def change(route: Route) -> None:
         response = route.fetch()
         told = response.json()
-        told["pool"] |= {"problems": [problem], "num_errors": 1}
-        whole = {"policies": policies} if told["is_new"] else {}
-        route.fulfill(response=response, json={**told, **whole, "num_replicas": 1})
+        told |= {"problems": [problem], "num_errors": 1, "policies": policies}
+        route.fulfill(response=response, json={**told, "replica_counts": [{"num_replicas": 1}]})
 
     with coordinator(tmp_path) as served, browser.tab(served.page, width=width) as tab:
-        tab.page.route("**/v1/pool.json?*", change)
+        tab.page.route("**/v1/pool.json*", change)
         tab.page.reload()
         first = tab.wait("#policy-rows tr").first
         assert first.get_attribute("data-policy") == "math", "what is wrong comes first"
@@ -109,11 +110,11 @@ def test_many_problems_are_folded_and_counted(browser: Browser, tmp_path: Path) 
     def change(route: Route) -> None:
         response = route.fetch()
         told = response.json()
-        told["pool"] |= {"problems": problems, "num_more_problems": 7, "num_errors": 52}
+        told |= {"problems": problems, "num_more_problems": 7, "num_errors": 52}
         route.fulfill(response=response, json=told)
 
     with coordinator(tmp_path) as served, browser.tab(served.page) as tab:
-        tab.page.route("**/v1/pool.json?*", change)
+        tab.page.route("**/v1/pool.json*", change)
         tab.page.reload()
         tab.wait("#verdict.error")
         assert tab.wait("#verdict-title").inner_text() == "52 things are wrong"
@@ -148,12 +149,11 @@ def test_what_is_not_told_is_not_shown_as_none_and_names_are_told_apart(
     def change(route: Route) -> None:
         response = route.fetch()
         told = response.json()
-        told["pool"] |= {"problems": problems, "num_errors": 2}
-        whole = {"policies": policies, "replicas": replicas} if told["is_new"] else {}
-        route.fulfill(response=response, json={**told, **whole, "num_replicas": 2})
+        told |= {"problems": problems, "num_errors": 2, "replica_counts": [{"num_replicas": 2}]}
+        route.fulfill(response=response, json={**told, "policies": policies, "replicas": replicas})
 
     with coordinator(tmp_path) as served, browser.tab(served.page) as tab:
-        tab.page.route("**/v1/pool.json?*", change)
+        tab.page.route("**/v1/pool.json*", change)
         tab.page.reload()
         tab.wait("#policy-rows tr")
         behind = {
@@ -171,3 +171,66 @@ def test_what_is_not_told_is_not_shown_as_none_and_names_are_told_apart(
         for kind, said in (("replica", "a1 is quarantined"), ("policy", "a1@2 is lost")):
             (line,) = tab.all(f"#problems li[data-{kind}=a1]", "node => node.textContent")
             assert said in line
+
+
+def test_what_replicas_served_is_told_by_events_and_transfers(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """r1 was lost and is back with the weights that it was started with; r2 got a clone."""
+    began = time.time() - 100.0
+
+    def at(seconds: float) -> str:
+        return datetime.fromtimestamp(began + seconds, UTC).isoformat()
+
+    told = [
+        (0, "COORDINATOR_STARTED", "generation 1"), (10, "REPLICA_READY", "r0"),
+        (10, "REPLICA_READY", "r1"), (50, "REPLICA_PENDING", "r2"), (60, "REPLICA_LOST", "r1"),
+        (71, "REPLICA_READY", "r2"), (80, "REPLICA_PENDING", "r1"),
+    ]  # fmt: skip
+    events = [
+        {"revision": str(i + 1), "time": at(seconds), "kind": f"EVENT_KIND_{kind}", "subject": name,
+         "topic": "replicas"}
+        for i, (seconds, kind, name) in enumerate(told)
+    ]  # fmt: skip
+    ended = {"state": "TRANSFER_STATE_COMMITTED", "version": {"policy": "base", "version": "1"},
+             "forming": "1s", "staging": "1s", "committing": "0.5s", "trainer_id": "t"}  # fmt: skip
+    transfers: list[dict[str, Any]] = [
+        {**ended, "transfer_id": "clone", "purpose": "TRANSFER_PURPOSE_CLONE",
+         "replica_ids": ["r2"], "serving_replica_ids": ["r2"], "begin_time": at(67.5)},
+        {**ended, "transfer_id": "push", "purpose": "TRANSFER_PURPOSE_PUSH", "begin_time": at(38),
+         "replica_ids": ["r0", "r1"], "serving_replica_ids": ["r0", "r1"]},
+    ]  # fmt: skip
+    replicas = [
+        {"replica_id": f"r{i}", "state": f"REPLICA_STATE_{state}", "version_vector_index": place}
+        for i, (state, place) in enumerate([("READY", 0), ("PENDING_WEIGHTS", 1), ("READY", 0)])
+    ]
+    lists: dict[str, dict[str, Any]] = {
+        "pool": {"replicas": replicas, "version_vectors": [{"base": "1"}, {}],
+                 "policies": [{"policy": "base", "served_version": "1"}],
+                 "last_transfer": transfers[0], "replica_counts": [{"num_replicas": 3}]},
+        "transfers": {"transfers": transfers},
+        "events": {"events": events[::-1]},
+    }  # fmt: skip
+
+    def change(route: Route) -> None:
+        response = route.fetch()
+        (name,) = (name for name in lists if f"/v1/{name}.json" in route.request.url)
+        route.fulfill(response=response, json={**response.json(), **lists[name]})
+
+    with coordinator(tmp_path) as served, browser.tab(served.page) as tab:
+        tab.page.route("**/v1/*.json*", change)
+        tab.page.reload()
+        tab.wait("#braid .seam")
+        drawn = tab.all(
+            "#braid .strand", "node => [node.parentNode.dataset.replica, +node.dataset.version, "
+            "node.classList[2], +node.dataset.from, +node.dataset.to]",
+        )  # fmt: skip
+        found = [
+            (name, version, state, round(start - began)) for name, version, state, start, _ in drawn
+        ]
+        assert found == [
+            ("r0", 0, "ready", 10), ("r0", 1, "ready", 40),
+            ("r1", 0, "ready", 10), ("r1", 1, "ready", 40), ("r1", 0, "pending_weights", 80),
+            ("r2", 1, "pending_weights", 70), ("r2", 1, "ready", 71),
+        ]  # fmt: skip
+        assert round(drawn[3][4] - began) == 60, "it was lost"

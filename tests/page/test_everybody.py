@@ -119,4 +119,4 @@ def test_the_history_says_when_it_began(tab: Tab, demo: Served) -> None:
     text = tab.page.locator("#history").inner_text()
     assert re.search(r"History since \d\d:\d\d:\d\d, when this coordinator started", text)
     shown = tab.all("#history time", "node => Date.parse(node.dateTime) / 1000")
-    assert shown == [pytest.approx(demo.told()["history"]["began"], abs=0.01)]
+    assert shown == [pytest.approx(demo.began(), abs=0.01)]

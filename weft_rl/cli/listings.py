@@ -25,7 +25,6 @@ from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, print_
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
-from weft_rl.coordinator.decisions.state.event_kinds import FAILURES
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import RouteList, list_policies
@@ -302,11 +301,12 @@ def _print_event(event: pb.WatchEventsResponse, json_output: bool) -> None:
         print_json(event)
         return
     known = event.kind in pb.EventKind.values()
+    is_failure = event.outcome == pb.EVENT_OUTCOME_FAILURE
     kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if known else "KIND_UNKNOWN"
     text = Text.assemble(
         (shown_time(event.time), "dim"),
         "  ",
-        (kind.lower().replace("_", " "), "red" if kind.lower() in FAILURES else "bold"),
+        (kind.lower().replace("_", " "), "red" if is_failure else "bold"),
         f"  {event.subject}",
         (f"  {event.message}" if event.message else "", "dim"),
     )

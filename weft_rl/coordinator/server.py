@@ -13,8 +13,7 @@ from collections.abc import Callable
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.decisions.replicas import sleeps
 from weft_rl.coordinator.decisions.state.pool import PoolState, with_owner
-from weft_rl.coordinator.page.document import Document, pages
-from weft_rl.coordinator.page.history import History
+from weft_rl.coordinator.page.pages import pages
 from weft_rl.coordinator.runtime.catalog.database import Catalog, Snapshot
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, UploadQueue
@@ -92,7 +91,6 @@ class Coordinator:
         known = catalog.snapshot()
         state, feed = _initial_state(known, self.config), Feed(former=known.events)
         metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
-        history = History(state, time.monotonic)
         driver = self._driver = Driver(
             state,
             catalog,
@@ -102,13 +100,13 @@ class Coordinator:
             commit_seconds=self.config.commit_timeout_seconds,
             credentials=config.credentials,
             on_step=[
-                *([metrics.count, history.count] if config.telemetry.metrics else []),
+                *([metrics.count] if config.telemetry.metrics else []),
                 *([traces.follow] if traces else []),
             ],
             trace_context=traces.context_of if traces else untraced,
         )
         publish = PublishServicer(driver, manifests, references, uploads, traces)
-        inspect = InspectServicer(driver, feed)
+        inspect = InspectServicer(driver, feed, lambda: self.target)
         registry = RegistryServicer(driver, references, uploads)
         rendezvous = RendezvousServicer(driver.groups, manifests)
         self._server = await make_server(
@@ -143,17 +141,12 @@ class Coordinator:
             on_refused=refusal_counter(metrics_registry),
         )
         self.port = bind(self._server.server, self.config.listen, security)
-        document = Document(
-            history,
-            feed,
-            self.target,
-            lambda: driver.state,
-            driver.now,
-            driver.groups.num_verified,
-            lambda: driver.unwritten_reason,
-        )
         self.ports = await Ports.open(
-            config.telemetry, self._server, metrics_registry, security, pages(document)
+            config.telemetry,
+            self._server,
+            metrics_registry,
+            security,
+            pages(inspect.lists.by_name),
         )
         self._deciding = driver.start()
         await self._server.server.start()

@@ -278,6 +278,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Hello.num_buckets_in_flight": _number(0, MAX_BUCKETS_IN_FLIGHT),
     "ListPoliciesRequest.page_size": _anything,
     "ListPoliciesRequest.page_token": _text(200, reason="INVALID_PAGE"),
+    "GetPoolRequest.page_size": _anything,
     "ListReplicasRequest.page_size": _anything,
     "ListReplicasRequest.page_token": _text(200, reason="INVALID_PAGE"),
     "ListEventsRequest.page_size": _anything,

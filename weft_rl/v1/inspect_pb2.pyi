@@ -356,6 +356,30 @@ EVENT_KIND_QUARANTINE_ORDERED: EventKind.ValueType  # 45
 """A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
+class _EventOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EventOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVENT_OUTCOME_UNSPECIFIED: _EventOutcome.ValueType  # 0
+    """It says neither."""
+    EVENT_OUTCOME_SUCCESS: _EventOutcome.ValueType  # 1
+    """Something worked, or somebody is back."""
+    EVENT_OUTCOME_FAILURE: _EventOutcome.ValueType  # 2
+    """Something did not work, or somebody is gone."""
+
+class EventOutcome(_EventOutcome, metaclass=_EventOutcomeEnumTypeWrapper):
+    """What an event says of how things went."""
+
+EVENT_OUTCOME_UNSPECIFIED: EventOutcome.ValueType  # 0
+"""It says neither."""
+EVENT_OUTCOME_SUCCESS: EventOutcome.ValueType  # 1
+"""Something worked, or somebody is back."""
+EVENT_OUTCOME_FAILURE: EventOutcome.ValueType  # 2
+"""Something did not work, or somebody is gone."""
+Global___EventOutcome: _TypeAlias = EventOutcome  # noqa: Y015
+
 @_typing.final
 class Replica(_message.Message):
     """A replica as the coordinator sees it."""
@@ -825,18 +849,24 @@ class GetPoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARE_VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
     share_version_vectors: _builtins.bool
     """State each version vector once, and let replicas refer to it: most serve the
     same.
+    """
+    page_size: _builtins.int
+    """At most this many replicas, policies and transfers each; 0 means as many as there is
+    room for.
     """
     def __init__(
         self,
         *,
         share_version_vectors: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["share_version_vectors", b"share_version_vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "share_version_vectors", b"share_version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,6 +968,7 @@ class GetPoolResponse(_message.Message):
     NUM_MORE_PROBLEMS_FIELD_NUMBER: _builtins.int
     NUM_ERRORS_FIELD_NUMBER: _builtins.int
     POOL_ID_FIELD_NUMBER: _builtins.int
+    LISTEN_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -962,6 +993,8 @@ class GetPoolResponse(_message.Message):
     """How many problems are errors, in `problems` or not."""
     pool_id: _builtins.str
     """See RegisterResponse.pool_id."""
+    listen: _builtins.str
+    """HOST:PORT that the coordinator listens on; the host may stand for every address."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves; absent before the first replica, when there is nothing to serve."""
@@ -1041,10 +1074,11 @@ class GetPoolResponse(_message.Message):
         num_more_problems: _builtins.int = ...,
         num_errors: _builtins.int = ...,
         pool_id: _builtins.str = ...,
+        listen: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "listen", b"listen", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1361,6 +1395,11 @@ class WatchEventsResponse(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    STORY_FIELD_NUMBER: _builtins.int
     kind: Global___EventKind.ValueType
     """What."""
     subject: _builtins.str
@@ -1373,6 +1412,16 @@ class WatchEventsResponse(_message.Message):
     """Policy that it concerns; empty where it concerns none in particular."""
     version: _builtins.int
     """Version of that policy; 0 where it concerns none in particular."""
+    revision: _builtins.int
+    """Its number, from 1 on; each coordinator numbers anew."""
+    topic: _builtins.str
+    """What it is about: "pushes", "repairs", "replicas", "policies", "orders" or "coordinator"."""
+    outcome: Global___EventOutcome.ValueType
+    """Whether it is a failure."""
+    detail: _builtins.bool
+    """Whether it is a step of something whose end is an event, too."""
+    story: _builtins.str
+    """Key of the events that are one story, as the steps of a push; empty for one by itself."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When."""
@@ -1386,10 +1435,15 @@ class WatchEventsResponse(_message.Message):
         message: _builtins.str = ...,
         policy: _builtins.str = ...,
         version: _builtins.int = ...,
+        revision: _builtins.int = ...,
+        topic: _builtins.str = ...,
+        outcome: Global___EventOutcome.ValueType = ...,
+        detail: _builtins.bool = ...,
+        story: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "policy", b"policy", "subject", b"subject", "time", b"time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "kind", b"kind", "message", b"message", "outcome", b"outcome", "policy", b"policy", "revision", b"revision", "story", b"story", "subject", b"subject", "time", b"time", "topic", b"topic", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,7 +97,7 @@ class InspectServiceServicer(object):
         """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
         first of each, so that the answer stays below 1 MiB, and tokens to continue with in
         the lists.
-        Idempotent: reads only.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

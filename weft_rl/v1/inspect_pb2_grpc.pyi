@@ -39,7 +39,7 @@ class InspectServiceStub:
     """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
     first of each, so that the answer stays below 1 MiB, and tokens to continue with in
     the lists.
-    Idempotent: reads only.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListReplicasRequest, _inspect_pb2.ListReplicasResponse]
     """Every replica, sorted by id; in pages of at most 512 KiB.
@@ -111,7 +111,7 @@ class InspectServiceAsyncStub(InspectServiceStub):
     """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
     first of each, so that the answer stays below 1 MiB, and tokens to continue with in
     the lists.
-    Idempotent: reads only.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListReplicasRequest, _inspect_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Every replica, sorted by id; in pages of at most 512 KiB.
@@ -186,7 +186,7 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
         first of each, so that the answer stays below 1 MiB, and tokens to continue with in
         the lists.
-        Idempotent: reads only.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
 
     @_abc_1.abstractmethod

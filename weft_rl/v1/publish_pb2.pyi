@@ -911,6 +911,10 @@ class Transfer(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     BACKEND_REASON_FIELD_NUMBER: _builtins.int
     OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    REPLACED_VERSION_FIELD_NUMBER: _builtins.int
+    PAUSES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -951,6 +955,10 @@ class Transfer(_message.Message):
     """Whether that is a base of another content than it was trained on; see
     Policy.over_another_base.
     """
+    waits_for: _builtins.str
+    """What it waits for until it has a version, for people; empty afterwards."""
+    replaced_version: _builtins.int
+    """Version that its policy served when it was committed; 0 for none."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -1004,6 +1012,14 @@ class Transfer(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferRefusal]:
         """Why the others of replica_ids, and lost_replica_ids, did not, by replica."""
 
+    @_builtins.property
+    def waiting(self) -> _duration_pb2.Duration:
+        """How long of `forming` it waited for its turn; absent while it has no version."""
+
+    @_builtins.property
+    def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPause]:
+        """Pauses of generation, sorted by replica; empty where more than 64 replicas take part."""
+
     def __init__(
         self,
         *,
@@ -1035,16 +1051,54 @@ class Transfer(_message.Message):
         backend: _builtins.str = ...,
         backend_reason: _builtins.str = ...,
         over_another_base: _builtins.bool = ...,
+        waiting: _duration_pb2.Duration | None = ...,
+        waits_for: _builtins.str = ...,
+        replaced_version: _builtins.int = ...,
+        pauses: _abc.Iterable[Global___GenerationPause] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "purpose", b"purpose", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__served_over_base_version) -> _WhichOneofReturnType__served_over_base_version | None: ...
 
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class GenerationPause(_message.Message):
+    """Pause of generation at a replica, for a transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUMED_AFTER_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which replica."""
+    @_builtins.property
+    def pause(self) -> _duration_pb2.Duration:
+        """How long it was."""
+
+    @_builtins.property
+    def resumed_after(self) -> _duration_pb2.Duration:
+        """When generation resumed, from the commit on."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        pause: _duration_pb2.Duration | None = ...,
+        resumed_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "resumed_after", b"resumed_after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "replica_id", b"replica_id", "resumed_after", b"resumed_after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationPause: _TypeAlias = GenerationPause  # noqa: Y015
 
 @_typing.final
 class TransferRefusal(_message.Message):

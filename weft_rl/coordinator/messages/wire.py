@@ -226,7 +226,20 @@ def transfer_to_proto(
         purpose=publish_pb2.TransferPurpose.Value(
             f"TRANSFER_PURPOSE_{transfer.purpose.name.upper()}"
         ),
+        waits_for=transfer.waits_for if not transfer.version else "",
+        replaced_version=transfer.served_before,
+        pauses=[
+            publish_pb2.GenerationPause(
+                replica_id=replica_id,
+                pause=duration_to_proto(pause.seconds),
+                resumed_after=duration_to_proto(pause.end_at - committed),
+            )
+            for replica_id, pause in sorted(transfer.pauses.items())
+        ],
     )
+    if transfer.create_time:
+        waiting = transfer.create_time - state.wall(transfer.begin_at)
+        message.waiting.CopyFrom(duration_to_proto(max(0.0, waiting)))
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))
     if committed:

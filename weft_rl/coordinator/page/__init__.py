@@ -1,1 +1,1 @@
-"""Web page of a pool: its history, the JSON that the page draws, and its files."""
+"""Web page of a pool: its files, and the lists of InspectService as JSON."""

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from heapq import merge
 from itertools import takewhile
 from operator import attrgetter
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.coordinator.decisions.state.effects import Announce, SaveEvent
-from weft_rl.coordinator.decisions.state.event_kinds import KEPT_WITH, MAX_KEPT
+from weft_rl.coordinator.decisions.state.event_kinds import (
+    DETAILS,
+    KEPT_WITH,
+    MAX_KEPT,
+    story,
+    tone,
+    topic,
+)
 from weft_rl.rpc.codec import timestamp_to_proto
 from weft_rl.v1 import inspect_pb2
 
@@ -27,6 +32,13 @@ MAX_BEHIND: Final = 1000
 #: Replicas whose last change of routes is known; who is behind the oldest of these is told
 #: the whole list.
 MAX_REMEMBERED: Final = 10_000
+
+
+_OUTCOMES: Final = {
+    "good": inspect_pb2.EVENT_OUTCOME_SUCCESS,
+    "bad": inspect_pb2.EVENT_OUTCOME_FAILURE,
+    "plain": inspect_pb2.EVENT_OUTCOME_UNSPECIFIED,
+}
 
 
 class Watcher:
@@ -72,15 +84,6 @@ class Watcher:
             await self._wake.wait()
 
 
-@dataclass(frozen=True)
-class KeptEvent:
-    """Event with its number, from 1 on."""
-
-    revision: int
-    announced: Announce
-    message: inspect_pb2.WatchEventsResponse
-
-
 class Feed:
     """All watchers, and the last events for readers that come later.
 
@@ -93,7 +96,9 @@ class Feed:
         self, clock: Callable[[], float] = time.time, former: Sequence[SaveEvent] = ()
     ) -> None:
         self._watchers: set[Watcher] = set()
-        self._kept = {name: Log[KeptEvent](MAX_KEPT) for name in set(KEPT_WITH.values())}
+        self._kept = {
+            name: Log[inspect_pb2.WatchEventsResponse](MAX_KEPT) for name in set(KEPT_WITH.values())
+        }
         self._num_published = 0
         for past in former:
             self.publish(past.time, past.event)
@@ -103,24 +108,20 @@ class Feed:
     @property
     def kept_since(self) -> Timestamp:
         """Time since which every event is kept."""
-        full = [kept for log in self._kept.values() if len(kept := log.since()) == MAX_KEPT]
+        full = [kept for log in self._kept.values() if len(kept := log.newest()) == MAX_KEPT]
         # Only of this coordinator every event was told to begin with.
         cut = [kept[0] for kept in full if kept[0].revision > self._num_former + 1]
-        return max(cut, key=attrgetter("revision")).message.time if cut else self._began
+        return max(cut, key=attrgetter("revision")).time if cut else self._began
 
-    def past(self, before: int | None = None) -> list[KeptEvent]:
-        """Return the kept events, newest first.
+    def past(self, before: int | None = None) -> list[inspect_pb2.WatchEventsResponse]:
+        """Return the kept events, newest first; on any thread.
 
         Args:
             before: Only events with a smaller number are returned.
         """
-        newest_first = reversed(self.since(0))
+        logs = (reversed(log.newest()) for log in self._kept.values())
+        newest_first = merge(*logs, key=attrgetter("revision"), reverse=True)
         return [kept for kept in newest_first if before is None or kept.revision < before]
-
-    def since(self, number: int) -> list[KeptEvent]:
-        """Return the kept events with a larger number, oldest first; on any thread."""
-        newer = (log.since(number) for log in self._kept.values())
-        return [*merge(*newer, key=attrgetter("revision"))]
 
     def watch(self) -> Watcher:
         """Return a new reader of events from now on; give it back to ``unwatch``."""
@@ -142,10 +143,14 @@ class Feed:
             message=announced.message,
             policy=concerns.policy if concerns else "",
             version=concerns.version if concerns else 0,
+            revision=self._num_published + 1,
+            topic=topic(announced.kind),
+            outcome=_OUTCOMES[tone(announced.kind)],
+            detail=announced.kind in DETAILS,
+            story=story(announced),
         )
         self._num_published += 1
-        kept = KeptEvent(self._num_published, announced, event)
-        self._kept[KEPT_WITH[announced.kind]].add(kept)
+        self._kept[KEPT_WITH[announced.kind]].add(event)
         for watcher in self._watchers:
             watcher.put(event)
 
@@ -215,16 +220,7 @@ def _stopping() -> PeerUnavailableError:
     return PeerUnavailableError("the coordinator is stopping", reason="COORDINATOR_AWAY")
 
 
-class Entry(Protocol):
-    """Immutable entry of a log; a log has them in the order of their revisions."""
-
-    @property
-    def revision(self) -> int:
-        """Place of the entry among all that happened."""
-        ...
-
-
-_E = TypeVar("_E", bound=Entry)
+_E = TypeVar("_E")
 
 
 class Log(Generic[_E]):
@@ -232,24 +228,18 @@ class Log(Generic[_E]):
 
     Args:
         max_entries: Number of entries that readers see; twice as many are held for a while.
-        on_drop: Called with the oldest entries, before they are forgotten.
     """
 
-    def __init__(
-        self, max_entries: int, on_drop: Callable[[Sequence[_E]], None] | None = None
-    ) -> None:
-        self._max_entries, self._on_drop = max_entries, on_drop
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
         self._entries: list[_E] = []
 
     def add(self, entry: _E) -> None:
         """Add the newest entry; O(1) but for one time in ``max_entries``."""
         self._entries.append(entry)
         if len(self._entries) >= 2 * self._max_entries:
-            if self._on_drop is not None:
-                self._on_drop(self._entries[: -self._max_entries])
             self._entries = self._entries[-self._max_entries :]
 
-    def since(self, revision: int = 0) -> list[_E]:
-        """Return the entries newer than ``revision``, oldest first."""
-        newest = self._entries[-self._max_entries :]
-        return newest[bisect_right(newest, revision, key=lambda entry: entry.revision) :]
+    def newest(self) -> list[_E]:
+        """Return the entries, oldest first."""
+        return self._entries[-self._max_entries :]

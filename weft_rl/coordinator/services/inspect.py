@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import Message
 
 from weft_rl.contract.errors import NotFoundError
 from weft_rl.contract.names import BASE_POLICY, check_name
@@ -56,10 +57,185 @@ _MOST_ADAPTERS: Final = 1024
 _KEPT_LISTS: Final = 8
 
 
-class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
-    """Read-only service about the pool."""
+class PoolLists:
+    """The pool's lists, in messages, from the last durable state; on any thread.
 
-    def __init__(self, driver: Driver, feed: Feed) -> None:
+    Args:
+        target: Returns HOST:PORT that the coordinator listens on.
+    """
+
+    def __init__(self, driver: Driver, feed: Feed, target: Callable[[], str]) -> None:
+        self._driver, self._feed, self._target = driver, feed, target
+        self.by_name: dict[str, Callable[[Any], Message]] = {
+            "pool": self.get_pool,
+            "replicas": self.list_replicas,
+            "policies": self.list_policies,
+            "transfers": self.list_transfers,
+            "events": self.list_events,
+        }
+        """The methods, by what each lists."""
+
+    def get_pool(self, request: inspect_pb2.GetPoolRequest) -> inspect_pb2.GetPoolResponse:
+        """Answer GetPool."""
+        check_request(request)
+        state = self._driver.state
+        last = next(reversed([*state.history.values()]), None)
+        vectors = SharedVectors(_MOST_ADAPTERS) if request.share_version_vectors else None
+        size = request.page_size
+        replicas = self._replicas(state, sorted(state.replicas), size, vectors, _MOST_ADAPTERS)
+        policies = self._policies(state, _policy_names(state), size, _PART_BYTES)
+        under_way = self._transfers(state, [*state.transfers.values()], size, _PART_BYTES)
+        known = inspect_pb2.GetPoolResponse(
+            version_vector=(
+                vector_to_proto(state.vector, _MOST_ADAPTERS) if state.fingerprint else None
+            ),
+            replicas=replicas.entries,
+            policies=policies.entries,
+            active_transfers=under_way.entries,
+            last_transfer=self._shown(state, last) if last else None,
+            version_vectors=vectors.messages if vectors else (),
+            next_replica_page_token=replicas.last or "",
+            next_policy_page_token=policies.last or "",
+            next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
+            num_policies=len(state.policies),
+            listen=self._target(),
+        )
+        now, unwritten_reason = self._driver.now(), self._driver.unwritten_reason
+        facts = pool_to_proto(state, now, time.time(), UNUSED_FILES.list(), unwritten_reason)
+        known.MergeFrom(facts)
+        return known
+
+    def list_replicas(
+        self, request: inspect_pb2.ListReplicasRequest
+    ) -> inspect_pb2.ListReplicasResponse:
+        """Answer ListReplicas."""
+        check_request(request)
+        state = self._driver.state
+        names = sorted(state.replicas)
+        if request.replica_ids:
+            wanted = set(request.replica_ids)
+            names = [name for name in names if name in wanted]
+        vectors = SharedVectors() if request.share_version_vectors else None
+        names = [name for name in names if name > request.page_token]
+        page = self._replicas(state, names, request.page_size, vectors)
+        return inspect_pb2.ListReplicasResponse(
+            replicas=page.entries,
+            next_page_token=page.last or "",
+            version_vectors=vectors.messages if vectors else (),
+        )
+
+    def list_policies(
+        self, request: inspect_pb2.ListPoliciesRequest
+    ) -> inspect_pb2.ListPoliciesResponse:
+        """Answer ListPolicies."""
+        check_request(request)
+        state = self._driver.state
+        names = _policy_names(state)
+        if request.page_token:
+            names = [name for name in names if _place(name) > _place(request.page_token)]
+        page = self._policies(state, names, request.page_size)
+        return inspect_pb2.ListPoliciesResponse(
+            policies=page.entries, next_page_token=page.last or ""
+        )
+
+    def list_transfers(
+        self, request: inspect_pb2.ListTransfersRequest
+    ) -> inspect_pb2.ListTransfersResponse:
+        """Answer ListTransfers."""
+        check_request(request)
+        state = self._driver.state
+        transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
+        if request.page_token:
+            names = [transfer.transfer_id for transfer in transfers]
+            if request.page_token not in names:
+                raise invalid_token()
+            transfers = transfers[names.index(request.page_token) + 1 :]
+        page = self._transfers(state, transfers, request.page_size)
+        return inspect_pb2.ListTransfersResponse(
+            transfers=page.entries,
+            next_page_token=page.last.transfer_id if page.last else "",
+        )
+
+    def list_events(self, request: inspect_pb2.ListEventsRequest) -> inspect_pb2.ListEventsResponse:
+        """Answer ListEvents."""
+        check_request(request)
+        past = self._feed.past(number_of(request.page_token))
+        page = cut(past, lambda kept: kept, page_size=request.page_size)
+        return inspect_pb2.ListEventsResponse(
+            events=page.entries,
+            next_page_token=str(page.last.revision) if page.last else "",
+            kept_since=self._feed.kept_since,
+        )
+
+    def transfer(self, state: PoolState, transfer: Transfer) -> publish_pb2.Transfer:
+        """Return the message of one transfer."""
+        verified = self._driver.groups.num_verified(transfer.group_id, transfer.transfer_id)
+        return transfer_to_proto(transfer, state, self._driver.now(), verified)
+
+    def _replicas(
+        self,
+        state: PoolState,
+        names: Sequence[str],
+        page_size: int,
+        vectors: SharedVectors | None,
+        most: int | None = None,
+    ) -> EntryPage[str, inspect_pb2.Replica]:
+        now = self._driver.now()
+
+        def make(name: str) -> inspect_pb2.Replica:
+            return entry_of(
+                state.replicas[name],
+                lambda replica: replica_to_proto(state, replica, now, vectors, most),
+                lambda _, why: inspect_pb2.Replica(replica_id=name, state_reason=why),
+            )
+
+        return cut(names, make, page_size=page_size, vectors=vectors)
+
+    def _policies(
+        self, state: PoolState, names: Sequence[str], page_size: int, max_bytes: int = PAGE_BYTES
+    ) -> EntryPage[str, inspect_pb2.Policy]:
+        now = self._driver.now()
+
+        def make(name: str) -> inspect_pb2.Policy:
+            return entry_of(
+                state.policies[name],
+                lambda policy: policy_to_proto(state, policy, now),
+                lambda _, why: inspect_pb2.Policy(policy=name),
+            )
+
+        return cut(names, make, page_size=page_size, max_bytes=max_bytes)
+
+    def _transfers(
+        self,
+        state: PoolState,
+        transfers: Sequence[Transfer],
+        page_size: int,
+        max_bytes: int = PAGE_BYTES,
+    ) -> EntryPage[Transfer, publish_pb2.Transfer]:
+        def make(transfer: Transfer) -> publish_pb2.Transfer:
+            return self._shown(state, transfer)
+
+        return cut(transfers, make, page_size=page_size, max_bytes=max_bytes)
+
+    def _shown(self, state: PoolState, transfer: Transfer) -> publish_pb2.Transfer:
+        return entry_of(
+            transfer,
+            lambda transfer: self.transfer(state, transfer),
+            lambda transfer, why: publish_pb2.Transfer(
+                transfer_id=transfer.transfer_id, failure_message=why
+            ),
+        )
+
+
+class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
+    """Read-only service about the pool.
+
+    Args:
+        target: Returns HOST:PORT that the coordinator listens on.
+    """
+
+    def __init__(self, driver: Driver, feed: Feed, target: Callable[[], str] = str) -> None:
+        self.lists = PoolLists(driver, feed, target)
         self._driver = driver
         self._feed = feed
         self._restart_over_at = driver.state.restart_over_at
@@ -70,70 +246,31 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self, request: inspect_pb2.GetPoolRequest, context: Context
     ) -> inspect_pb2.GetPoolResponse:
         """See protos/weft/v1/inspect.proto."""
-        state = self._driver.state
-        last = next(reversed([*state.history.values()]), None)
-        vectors = SharedVectors(_MOST_ADAPTERS) if request.share_version_vectors else None
-        replicas = self._replicas(sorted(state.replicas), vectors=vectors, most=_MOST_ADAPTERS)
-        policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
-        under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
-        known = inspect_pb2.GetPoolResponse(
-            version_vector=(
-                vector_to_proto(state.vector, _MOST_ADAPTERS) if state.fingerprint else None
-            ),
-            replicas=replicas.entries,
-            policies=policies.entries,
-            active_transfers=under_way.entries,
-            last_transfer=self._shown(last) if last else None,
-            version_vectors=vectors.messages if vectors else (),
-            next_replica_page_token=replicas.last or "",
-            next_policy_page_token=policies.last or "",
-            next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
-            num_policies=len(state.policies),
-        )
-        known.MergeFrom(
-            pool_to_proto(
-                state,
-                self._driver.now(),
-                time.time(),
-                UNUSED_FILES.list(),
-                self._driver.unwritten_reason,
-            )
-        )
-        return known
+        return self.lists.get_pool(request)
 
     async def ListReplicas(
         self, request: inspect_pb2.ListReplicasRequest, context: Context
     ) -> inspect_pb2.ListReplicasResponse:
         """See protos/weft/v1/inspect.proto."""
-        check_request(request)
-        names = sorted(self._driver.state.replicas)
-        if request.replica_ids:
-            wanted = set(request.replica_ids)
-            names = [name for name in names if name in wanted]
-        vectors = SharedVectors() if request.share_version_vectors else None
-        page = self._replicas(
-            [name for name in names if name > request.page_token],
-            page_size=request.page_size,
-            vectors=vectors,
-        )
-        return inspect_pb2.ListReplicasResponse(
-            replicas=page.entries,
-            next_page_token=page.last or "",
-            version_vectors=vectors.messages if vectors else (),
-        )
+        return self.lists.list_replicas(request)
 
     async def ListPolicies(
         self, request: inspect_pb2.ListPoliciesRequest, context: Context
     ) -> inspect_pb2.ListPoliciesResponse:
         """See protos/weft/v1/inspect.proto."""
-        check_request(request)
-        names = _policy_names(self._driver.state)
-        if request.page_token:
-            names = [name for name in names if _place(name) > _place(request.page_token)]
-        page = self._policies(names, page_size=request.page_size)
-        return inspect_pb2.ListPoliciesResponse(
-            policies=page.entries, next_page_token=page.last or ""
-        )
+        return self.lists.list_policies(request)
+
+    async def ListTransfers(
+        self, request: inspect_pb2.ListTransfersRequest, context: Context
+    ) -> inspect_pb2.ListTransfersResponse:
+        """See protos/weft/v1/inspect.proto."""
+        return self.lists.list_transfers(request)
+
+    async def ListEvents(
+        self, request: inspect_pb2.ListEventsRequest, context: Context
+    ) -> inspect_pb2.ListEventsResponse:
+        """See protos/weft/v1/inspect.proto."""
+        return self.lists.list_events(request)
 
     async def ListVersions(
         self, request: inspect_pb2.ListVersionsRequest, context: Context
@@ -162,24 +299,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_page_token=str(records[-1].version.version) if more else "",
         )
 
-    async def ListTransfers(
-        self, request: inspect_pb2.ListTransfersRequest, context: Context
-    ) -> inspect_pb2.ListTransfersResponse:
-        """See protos/weft/v1/inspect.proto."""
-        check_request(request)
-        state = self._driver.state
-        transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
-        if request.page_token:
-            names = [transfer.transfer_id for transfer in transfers]
-            if request.page_token not in names:
-                raise invalid_token()
-            transfers = transfers[names.index(request.page_token) + 1 :]
-        page = self._transfers(transfers, page_size=request.page_size)
-        return inspect_pb2.ListTransfersResponse(
-            transfers=page.entries,
-            next_page_token=page.last.transfer_id if page.last else "",
-        )
-
     async def GetTransfer(
         self, request: inspect_pb2.GetTransferRequest, context: Context
     ) -> inspect_pb2.GetTransferResponse:
@@ -189,7 +308,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             request.transfer_id
         )
         if transfer is not None:
-            return inspect_pb2.GetTransferResponse(transfer=self._transfer(transfer))
+            return inspect_pb2.GetTransferResponse(transfer=self.lists.transfer(state, transfer))
         record = await self._driver.read(lambda catalog: catalog.find_transfer(request.transfer_id))
         if record is None:
             raise unknown_transfer(request.transfer_id)
@@ -206,19 +325,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         await context.send_initial_metadata(())
         while True:
             yield await watcher.next()
-
-    async def ListEvents(
-        self, request: inspect_pb2.ListEventsRequest, context: Context
-    ) -> inspect_pb2.ListEventsResponse:
-        """See protos/weft/v1/inspect.proto."""
-        check_request(request)
-        past = self._feed.past(number_of(request.page_token))
-        page = cut(past, lambda kept: kept.message, page_size=request.page_size)
-        return inspect_pb2.ListEventsResponse(
-            events=page.entries,
-            next_page_token=str(page.last.revision) if page.last else "",
-            kept_since=self._feed.kept_since,
-        )
 
     async def WatchRoutes(
         self, request: inspect_pb2.WatchRoutesRequest, context: Context
@@ -257,58 +363,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             changed = self._driver.routes.changed_since(before)
             self._routes[key] = route_messages(self._driver.state, changed, before, revision)
         return self._routes[key]
-
-    def _replicas(
-        self,
-        names: Sequence[str],
-        *,
-        page_size: int = 0,
-        vectors: SharedVectors | None = None,
-        most: int | None = None,
-    ) -> EntryPage[str, inspect_pb2.Replica]:
-        state, now = self._driver.state, self._driver.now()
-
-        def make(name: str) -> inspect_pb2.Replica:
-            return entry_of(
-                state.replicas[name],
-                lambda replica: replica_to_proto(state, replica, now, vectors, most),
-                lambda _, why: inspect_pb2.Replica(replica_id=name, state_reason=why),
-            )
-
-        return cut(names, make, page_size=page_size, vectors=vectors)
-
-    def _policies(
-        self, names: Sequence[str], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
-    ) -> EntryPage[str, inspect_pb2.Policy]:
-        state, now = self._driver.state, self._driver.now()
-
-        def make(name: str) -> inspect_pb2.Policy:
-            return entry_of(
-                state.policies[name],
-                lambda policy: policy_to_proto(state, policy, now),
-                lambda _, why: inspect_pb2.Policy(policy=name),
-            )
-
-        return cut(names, make, page_size=page_size, max_bytes=max_bytes)
-
-    def _transfers(
-        self, transfers: Sequence[Transfer], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
-    ) -> EntryPage[Transfer, publish_pb2.Transfer]:
-        return cut(transfers, self._shown, page_size=page_size, max_bytes=max_bytes)
-
-    def _shown(self, transfer: Transfer) -> publish_pb2.Transfer:
-        return entry_of(
-            transfer,
-            self._transfer,
-            lambda transfer, why: publish_pb2.Transfer(
-                transfer_id=transfer.transfer_id, failure_message=why
-            ),
-        )
-
-    def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
-        driver = self._driver
-        verified = driver.groups.num_verified(transfer.group_id, transfer.transfer_id)
-        return transfer_to_proto(transfer, driver.state, driver.now(), verified)
 
 
 def _policy_names(state: PoolState) -> list[str]:

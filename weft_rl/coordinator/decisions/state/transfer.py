@@ -11,7 +11,7 @@ import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from weft_rl.containers import replace
 from weft_rl.contract.manifest import SendPlan
@@ -360,6 +360,18 @@ class PurposeFacts:
         return self.source
 
 
+#: Replicas of a transfer beyond which only the longest pause is kept.
+MAX_PAUSES: Final = 64
+
+
+@dataclass(frozen=True)
+class PauseReport:
+    """Pause of generation at a replica."""
+
+    end_at: float
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """One attempt to have replicas serve one version: what all purposes have in common."""
@@ -414,6 +426,9 @@ class Transfer:
     refusals: Mapping[str, Failure] = field(default_factory=dict)
     """Reasons why the others did not switch, by replica."""
     pause_seconds: float = 0.0
+    """Longest pause of generation at any replica."""
+    pauses: Mapping[str, PauseReport] = field(default_factory=dict)
+    """Pause at each replica; none where more than ``MAX_PAUSES`` take part."""
     failure: Failure | None = None
     begin_tickets: tuple[int, ...] = ()
     await_tickets: tuple[int, ...] = ()

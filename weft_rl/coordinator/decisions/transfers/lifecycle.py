@@ -21,7 +21,13 @@ from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallCommit, SendPrepare, SendStart
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, switch_id
+from weft_rl.coordinator.decisions.state.transfer import (
+    MAX_PAUSES,
+    Group,
+    PauseReport,
+    Transfer,
+    switch_id,
+)
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers import abort, regrouping, stalls, suspects, withdrawals
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, purpose_of
@@ -376,8 +382,13 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         if event.vector is not None and event.base_as_started:
             base_binding.note_as_started(change, replica)
     if transfer and transfer.phase is Phase.COMMITTING:
-        pause = max(transfer.pause_seconds, event.pause_seconds)
-        transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
+        if event.pause_seconds:
+            longest = max(transfer.pause_seconds, event.pause_seconds)
+            transfer = change.put_transfer(replace(transfer, pause_seconds=longest))
+            if len(transfer.targets) <= MAX_PAUSES:
+                pause = PauseReport(change.now, event.pause_seconds)
+                pauses = {**transfer.pauses, event.replica_id: pause}
+                transfer = change.put_transfer(replace(transfer, pauses=pauses))
         is_same = replica is not None and replica.incarnation == event.incarnation
         if is_same and event.failure is not None and event.failure.reason == "DEADLINE":
             # Its process may answer heartbeats while its engine hangs.

@@ -2,6 +2,7 @@
 
 import { byId, chip, el, moment, orEmpty, show, svg, textWidth } from "./dom.js";
 import { COLOURS, clock, colour, count, duration, full, several, versionName } from "./format.js";
+import { SHOWN_SECONDS } from "./pool.js";
 import { pauses, seams, strand, ticks, versionsOf } from "./tracks.js";
 
 const MAX_ROWS = 100;
@@ -96,8 +97,8 @@ export class Braid {
       const anchor = x(time) > at.width - 30 ? "end" : x(time) < at.left + 30 ? "start" : "middle";
       picture.append(svg("text", { class: "tick", x: x(time), y: total - 8, "text-anchor": anchor }, clock(time)));
     }
-    if (beganAt(this.pool) > from) {
-      const began = x(beganAt(this.pool));
+    if (this.pool.began > from) {
+      const began = x(this.pool.began);
       picture.append(svg("rect", { class: "unknown", x: at.left, width: Math.max(0, began - at.left), y: TOP,
         height: total - TOP - AXIS }));
     }
@@ -236,7 +237,7 @@ export class Braid {
   }
 
   drawTable(pool, now) {
-    const rows = seams(pool, this.policy, now - pool.facts.history.seconds, now).slice(-100).reverse();
+    const rows = seams(pool, this.policy, now - SHOWN_SECONDS, now).slice(-100).reverse();
     show(byId("commit-rows"), JSON.stringify([this.policy, rows.map((row) => row.id)]), () =>
       rows.length ? rows.map((row) => el("tr", { "data-transfer": row.id },
         el("th", { scope: "row" }, chip(versionName(row.policy, row.version), colour(row.version))),
@@ -292,8 +293,6 @@ function free(left, right, stops, x) {
   return Math.max(left, ...covering.map(([, to]) => to - 2));
 }
 
-const beganAt = (pool) => pool.facts.history.began;
-
 /** A commit in a sentence. */
 function told(commit) {
   const name = versionName(commit.policy, commit.version);
@@ -313,7 +312,7 @@ export function noReplica(pool) {
 
 /** Where the coordinator is dialled: by the name that this page was asked by, where it has none. */
 export function address(pool) {
-  const [, host, port] = pool.facts.coordinator.match(/^(.*):(\d+)$/) ?? [null, "", "50051"];
+  const [, host, port] = (pool.facts.listen ?? "").match(/^(.*):(\d+)$/) ?? [null, "", "50051"];
   const isAnywhere = ["0.0.0.0", "[::]", ""].includes(host);
   return `${isAnywhere ? location.hostname : host}:${port}`;
 }

@@ -57,7 +57,7 @@ function linesOf(events) {
     const key = event.story || event.revision;
     const line = lines.get(key) ?? { key, events: [], head: event };
     line.events.push(event);
-    if (!event.is_detail || line.head.is_detail) line.head = event;
+    if (!event.detail || line.head.detail) line.head = event;
     lines.set(key, line);
   }
   return [...lines.values()].sort((a, b) => b.head.revision - a.head.revision);

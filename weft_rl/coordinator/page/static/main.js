@@ -1,17 +1,17 @@
-// Asks the coordinator every second what has changed, and has it drawn.
+// Asks the coordinator every second for its lists, and has them drawn.
 
 import { Braid } from "./braid.js";
 import { byId, choices, el, refreshMoments, setText, show } from "./dom.js";
 import { Events } from "./events.js";
-import { clock, full } from "./format.js";
-import { Pool } from "./pool.js";
+import { clock, count, full } from "./format.js";
+import { MAX_EVENTS, MAX_LISTED, MAX_TRANSFERS, Pool } from "./pool.js";
 import { drawPolicies, drawReplicas, drawSummary } from "./tables.js";
 import { drawVerdict, wrongs } from "./verdict.js";
 import { Waterfall } from "./waterfall.js";
 
 const POLL = 1000; // milliseconds
 const HIDDEN_POLL = 10_000;
-const SOON = 50; // where there is more to fetch
+const SHARE = 4; // a round of long lists takes a fifth of the time
 const GIVE_UP = 8000; // of one request
 const OLD = 5; // seconds without an answer
 const MANY_REPLICAS = 12;
@@ -20,38 +20,44 @@ const pool = new Pool();
 const braid = new Braid();
 const waterfall = new Waterfall();
 const events = new Events();
-const contact = { answeredAt: 0, drawnAt: 0, failure: "", ahead: 0 };
+const contact = { coordinator: "", answeredAt: 0, failure: "", ahead: 0 };
 
 /** The coordinator's clock now: what is drawn does not depend on this machine's. */
 const now = () => Date.now() / 1000 + contact.ahead;
 
+/** Ask for a page of a list. */
+async function ask(list, query = {}) {
+  const answer = await fetch(`v1/${list}.json?${new URLSearchParams(query)}`,
+    { signal: AbortSignal.timeout(GIVE_UP), cache: "no-store" });
+  if (!answer.ok) throw new Error(refusals[answer.status] ?? `the coordinator answered ${answer.status}`);
+  return answer.json();
+}
+
 async function poll() {
-  let wait = document.hidden ? HIDDEN_POLL : POLL;
+  const began = performance.now();
+  let isLong = false;
   try {
-    const answer = await fetch(`v1/pool.json?since=${encodeURIComponent(pool.cursor)}`,
-      { signal: AbortSignal.timeout(GIVE_UP), cache: "no-store" });
-    if (!answer.ok) throw new Error(refusals[answer.status] ?? `the coordinator answered ${answer.status}`);
-    const told = await answer.json();
-    if (told.is_new) events.clear();
-    pool.apply(told);
-    contact.answeredAt = Date.now() / 1000;
-    contact.ahead = pool.now - contact.answeredAt;
-    contact.failure = "";
-    if (told.is_more) wait = SOON;
-    if (!told.is_more || performance.now() - contact.drawnAt > POLL) {
-      contact.drawnAt = performance.now();
+    await pool.follow(ask, () => {
+      if (pool.coordinator !== contact.coordinator) events.clear();
+      contact.coordinator = pool.coordinator;
+      contact.answeredAt = Date.now() / 1000;
+      contact.ahead = pool.now - contact.answeredAt;
+      contact.failure = "";
       draw();
-    }
+    });
+    isLong = Boolean(pool.facts.next_replica_page_token || pool.facts.next_policy_page_token);
+    if (isLong) draw();
   } catch (error) {
     contact.failure = error.name === "TimeoutError" ? "it does not answer"
       : error instanceof TypeError ? "it cannot be reached" : error.message;
   }
   drawContact();
-  setTimeout(poll, wait);
+  const took = performance.now() - began;
+  setTimeout(poll, Math.max(document.hidden ? HIDDEN_POLL : POLL, isLong ? SHARE * took : 0));
 }
 
 const refusals = {
-  400: "the page is older than the coordinator: load it again",
+  400: "it has begun anew, or the page is older than it: load it again",
   401: "who are you? Load the page again to give the password",
   403: "you may not look at this pool",
 };
@@ -74,12 +80,13 @@ function drawHead() {
   const model = [...pool.replicas.values()].find((replica) => replica.model_name)?.model_name;
   byId("model").dataset.model = model ?? "";
   setText(byId("model"), model ? `pool of ${model}` : "an empty pool");
-  show(byId("history"), `${facts.history.began}.${facts.pool.coordinator_generation}`, () => [
-    "History since ", el("time", { datetime: new Date(facts.history.began * 1000).toISOString(), title: full(facts.history.began) },
-      clock(facts.history.began)),
-    `, when this coordinator started: its last ${facts.history.num_transfers} pushes and one hour of replicas. ` +
-    `Events outlive a restart, but for steps of pushes: of each kind the last ${facts.history.num_events} failures, and as many others. ` +
-    `Weft ${facts.pool.weft_version}, generation ${facts.pool.coordinator_generation ?? 0}.`,
+  const { began, startedAt } = pool;
+  show(byId("history"), `${began}.${facts.coordinator_generation}`, () => [
+    "History since ", el("time", { datetime: new Date(began * 1000).toISOString(), title: full(began) }, clock(began)),
+    began > startedAt ? ", of which the first transfer is known. " : ", when this coordinator started. ",
+    `It tells the last ${MAX_LISTED} transfers; this page keeps ${count(MAX_TRANSFERS)}, and one hour of replicas. ` +
+    `Events outlive a restart, but for steps of pushes: of each kind the last ${MAX_EVENTS} failures, and as many others. ` +
+    `Weft ${facts.weft_version}, generation ${facts.coordinator_generation ?? 0}.`,
   ]);
 }
 
@@ -116,7 +123,7 @@ function drawContact() {
 
 /** The title and the icon of the browser's tab say how many things are wrong. */
 function drawTab(isLost) {
-  const wrong = pool.facts ? wrongs(pool.facts.pool) : 0;
+  const wrong = pool.facts ? wrongs(pool.facts) : 0;
   const model = byId("model").dataset.model;
   const parts = [isLost ? "⚠ no contact" : wrong ? `⚠ ${wrong} wrong` : "", model, "Weft"];
   const title = parts.filter(Boolean).join(" · ");

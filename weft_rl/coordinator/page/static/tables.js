@@ -36,14 +36,14 @@ export function drawSummary(pool, now) {
   const last = [...pool.transfers].reverse().find((one) => one.purpose === "push" && !one.failure);
   const pauses = recent.filter((one) => one.pause);
   const longest = pauses.reduce((most, one) => (one.pause > (most?.pause ?? 0) ? one : most), null);
-  const fastest = Object.entries(pool.facts.rates).sort((a, b) => b[1].bytes_per_second - a[1].bytes_per_second)[0];
-  const { began } = pool.facts.history;
+  const fastest = Object.entries(pool.rates).sort((a, b) => b[1].rate - a[1].rate)[0];
+  const { began } = pool;
   const span = began > now - HOUR ? `since ${clock(began)}` : "in the last hour";
   const tiles = [
     [`Pushes ${span}`, count(recent.length - failed), failed ? `${count(failed)} failed` : "none failed", failed ? "warn" : ""],
     ["Last push", last ? duration(last.total) : "–", last ? [versionName(last.policy, last.version), " · ", moment(last.end_time, now)] : "nothing pushed yet", ""],
     ["Longest pause", longest ? duration(longest.pause) : "–", longest ? `${versionName(longest.policy, longest.version)}, ${span}` : `none ${span}`, ""],
-    ["Fastest staging", fastest ? rate(fastest[1].bytes_per_second) : "–", fastest ? `${fastest[0]} · ${fastest[1].version}` : "nothing staged yet", ""],
+    ["Fastest staging", fastest ? rate(fastest[1].rate) : "–", fastest ? `${fastest[0]} · ${fastest[1].version}` : "nothing staged yet", ""],
   ];
   const key = JSON.stringify(tiles.map(([name, value, note]) => [name, value, Array.isArray(note) ? last.id : note]));
   show(byId("summary"), key, () => tiles.map(([name, value, note, tone]) =>
@@ -85,7 +85,7 @@ function policyRow(pool, { policy, behind, notTold }) {
   const none = (text) => el("span", { class: "muted" }, text);
   return el("tr", { "data-policy": name },
     el("th", { scope: "row" }, name),
-    el("td", { "data-label": "Serves" }, served || (isBase && pool.facts.pool.base_fingerprint) ? chip(versionName(name, served), colour(served)) : none("nothing yet"),
+    el("td", { "data-label": "Serves" }, served || (isBase && pool.facts.base_fingerprint) ? chip(versionName(name, served), colour(served)) : none("nothing yet"),
       ...notes(policy).map((note) => el("small", { class: "bad" }, note))),
     el("td", { "data-label": "Trained on" }, ...trainedOn(pool, policy, isBase, served)),
     el("td", { "data-label": "Replicas behind" }, ...behind.slice(0, NAMED).map((one) => el("span", { class: one.isReady ? "block" : "bad block" }, `${one.name}: ${stale(one)}`)),

@@ -11,42 +11,43 @@ const isSeam = (transfer, policy) =>
 
 /**
  * What a replica has served of a policy: segments {from, to, version, state, reason}, without
- * gaps from when it was first known. `version` is null where it served none, or nobody knows.
+ * gaps from when it was first known. `version` is null where it served none, or nobody knows:
+ * it is what it switched to, or the pool's when it was ready, until it is lost or gone.
  */
-export function strand(pool, name, policy, from, to) {
-  const points = [];
+export function strand(pool, name, policy, start, to) {
+  const from = Math.max(start, pool.began);
+  const points = [...pool.transfers, ...pool.repairs]
+    .filter((one) => one.policy === policy && one.commit_time > 0 && one.served.has(name))
+    .map((transfer) => ({ time: transfer.replica ? transfer.end_time : transfer.commit_time, transfer }));
   for (const mark of pool.marks.get(name) ?? []) points.push({ time: mark.time, mark });
-  for (const transfer of pool.transfers) {
-    if (isSeam(transfer, policy) && transfer.served.has(name)) {
-      points.push({ time: transfer.commit_time, transfer });
-    }
-  }
   points.sort((a, b) => a.time - b.time);
   const segments = [];
   let now = { version: null, state: "", reason: "" };
   let since = null;
   const first = points[0];
-  if (first?.transfer) {
+  if (first?.transfer && !first.transfer.replica) {
     const before = first.transfer.replaced_version;
     now = { version: before || policy === "base" ? before : null, state: "ready", reason: "" };
     since = from;
   }
   for (const { time, mark, transfer } of points) {
     if (time > to) break;
-    const next = transfer ? { ...now, version: transfer.version } : marked(now, mark, policy);
+    const next = transfer ? { ...now, version: transfer.version } : marked(pool, now, mark, policy);
     if (since !== null && same(now, next)) continue;
     add(segments, since, time, now, from);
     now = next;
     since = time;
   }
+  const told = pool.servesNow(name, policy);
+  if (now.version === null && !["", "ready"].includes(now.state)) now.version = told ?? null;
   add(segments, since, to, now, from);
   return segments;
 }
 
-function marked(now, mark, policy) {
-  const known = Object.hasOwn(mark.serves, policy) ? mark.serves[policy] : null;
-  const version = mark.switching.includes(policy) ? now.version : known;
-  return { version, state: mark.state, reason: mark.reason };
+function marked(pool, now, { time, state, reason }, policy) {
+  const isBack = state !== "lost" && ["lost", "gone"].includes(now.state);
+  const version = state === "ready" ? pool.servedAt(policy, time) : isBack || state === "gone" ? null : now.version;
+  return { version, state, reason };
 }
 
 const same = (a, b) => a.version === b.version && a.state === b.state && a.reason === b.reason;

@@ -11,7 +11,7 @@ const isError = (problem) => problem.severity === "PROBLEM_SEVERITY_ERROR";
 export const wrongs = ({ num_errors: wrong = 0 }) => wrong;
 
 export function drawVerdict(pool) {
-  const { pool: facts, num_replicas: total } = pool.facts;
+  const { facts, numReplicas: total } = pool;
   const { problems = [], num_more_problems: more = 0 } = facts;
   const wrong = wrongs(facts);
   byId("verdict").className = `verdict ${wrong ? "error" : problems.length ? "warning" : "fine"}`;

@@ -29,8 +29,8 @@ export class Waterfall {
     orEmpty(byId("pushes"), byId("pushes-empty"), !shown.length, () => noPush(pool));
     byId("more-pushes").hidden = ended.length <= this.limit || this.limit === MANY;
     const longest = Math.max(1e-6, ...shown.map((transfer) => transfer.total));
-    const key = JSON.stringify([longest, shown.map((one) => [one.id, one.total, one.transfer.num_buckets_verified]),
-      pool.facts.rates]);
+    const key = JSON.stringify([longest, shown.map((one) => [one.id, one.total, one.verified]),
+      pool.rates]);
     show(byId("push-rows"), key, () => shown.map((transfer) => this.row(transfer, longest, now)));
   }
 
@@ -50,13 +50,13 @@ export class Waterfall {
 
   speed(transfer) {
     if (!transfer.rate) return [transfer.bytes ? bytes(transfer.bytes) : ""];
-    const best = this.pool.facts.rates[transfer.backend];
-    const share = best ? Math.min(1, transfer.rate / best.bytes_per_second) : 1;
+    const best = this.pool.rates[transfer.backend];
+    const share = best ? Math.min(1, transfer.rate / best.rate) : 1;
     const text = `${Math.round(share * 100)} % of the highest seen over ${transfer.backend}`;
     return [
       el("span", {}, rate(transfer.rate)),
       svg("svg", { class: "meter", viewBox: `0 0 ${SCALE} 1`, preserveAspectRatio: "none", role: "img", "aria-label": text },
-        svg("title", {}, `${text}: ${best ? rate(best.bytes_per_second) : ""}, ${best ? best.version : ""}`),
+        svg("title", {}, `${text}: ${best ? rate(best.rate) : ""}, ${best ? best.version : ""}`),
         svg("rect", { class: "all", width: SCALE, height: 1 }),
         svg("rect", { class: "share", width: share * SCALE, height: 1, "data-share": share })),
       el("small", {}, `${Math.round(share * 100)} % of highest, ${bytes(transfer.bytes)}`),
@@ -81,7 +81,7 @@ function bar(transfer, longest) {
   }
   if (transfer.pause && transfer.committing) {
     const commit = transfer.forming + transfer.staging;
-    const resumed = Math.max(0, ...Object.values(transfer.pauses ?? {})
+    const resumed = Math.max(0, ...Object.values(transfer.pauses)
       .filter(([, seconds]) => seconds === transfer.pause).map(([end]) => end)) || transfer.pause;
     const end = Math.min(transfer.total, commit + resumed);
     picture.append(svg("rect", { class: "pause", x: Math.max(0, end - transfer.pause) * scale, y: 0, height: 20,
@@ -104,10 +104,9 @@ function phases(transfer) {
 
 /** What is beside its phases: that it waited, how far it is, who did not switch. */
 function remarks(transfer) {
-  const { transfer: message } = transfer;
-  const found = transfer.waiting_seconds > 0.05 ? [`waited ${duration(transfer.waiting_seconds)}`] : [];
+  const found = transfer.waiting > 0.05 ? [`waited ${duration(transfer.waiting)}`] : [];
   if (!transfer.end_time) {
-    const done = `${count(Number(message.num_buckets_verified ?? 0))} of ${several(Number(message.num_buckets ?? 0), "bucket")}`;
+    const done = `${count(transfer.verified)} of ${several(transfer.buckets, "bucket")}`;
     return transfer.waits_for ? [`waits for ${transfer.waits_for}`] : [...found, done];
   }
   if (transfer.served.size < transfer.targeted.size) {
