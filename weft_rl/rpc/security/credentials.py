@@ -13,14 +13,14 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.contract.options import shown_value
 from weft_rl.descriptors import is_short
 
@@ -38,8 +38,7 @@ _READS: Final = 6
 _REREAD_SECONDS: Final = 0.02
 _MAX_TOKEN_CHARS: Final = 4096
 _Stamp = tuple[int, int, int]
-#: Stamp that no file has.
-UNREAD: Final = (-1, -1, -1)
+_V = TypeVar("_V")
 #: Largest file of certificates, tokens or rules.
 MAX_FILE_BYTES: Final = 1 << 20
 
@@ -116,16 +115,57 @@ class _PemFiles(NamedTuple):
     cert: bytes
 
 
-class _LoadedCredentials:
-    """Last usable content of the files of this process; thread-safe.
+class UsableFiles(Generic[_V]):
+    """Last usable content of files, which are read again when they change; thread-safe.
 
     A file that is removed, or spoilt, must not end what runs.
+
+    Args:
+        name: File that is named in messages.
+        paths: All files that the content is of.
+        read: Returns their content, or raises a ``WeftError``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, paths: Sequence[str], read: Callable[[], _V]) -> None:
+        self._name, self._paths, self._read = name, paths, read
         self._lock = threading.Lock()
-        self._certificates: dict[tuple[str, ...], tuple[tuple[_Stamp, ...], _PemFiles]] = {}
-        self._tokens: dict[str, tuple[_Stamp, str]] = {}
+        self._stamps: tuple[_Stamp, ...] | None = None
+        self._known: list[_V] = []
+
+    def get(self) -> _V:
+        """Return the content to use now.
+
+        Raises:
+            WeftError: It cannot be used, and never could.
+        """
+        with self._lock:
+            # Stamps of before the reading: what is replaced meanwhile is read again.
+            stamps = tuple(map(stamp_of, self._paths))
+            if stamps != self._stamps:
+                try:
+                    self._known = [self._read()]
+                except WeftError as error:
+                    if not self._known:
+                        raise
+                    if is_short():  # the files may be as they should
+                        return self._known[0]
+                    UNUSED_FILES.put(self._name, error.message)
+                else:
+                    UNUSED_FILES.drop(self._name)
+                self._stamps = stamps
+            return self._known[0]
+
+    def look_again(self) -> None:
+        """Read the files at the next use, changed or not; what they held stays known."""
+        with self._lock:
+            self._stamps = None
+
+
+class _LoadedCredentials:
+    """Last usable content of the files of this process; thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, ...], UsableFiles[Any]] = {}
 
     def certificates(self, shown: Credentials) -> _PemFiles:
         """Return the certificates to use now.
@@ -133,61 +173,24 @@ class _LoadedCredentials:
         Raises:
             InvalidRequestError: They cannot be used, and never could.
         """
-        key = (shown.tls_cert, shown.tls_key, shown.tls_ca)
-        with self._lock:
-            known = self._certificates.get(key)
-            stamps = shown.stamps()
-            if known is not None and known[0] == stamps:
-                return known[1]
-            name = shown.tls_cert or shown.tls_ca
-            try:
-                pem = shown.read_certificates()
-            except InvalidRequestError as error:
-                if known is None:
-                    raise
-                if is_short():  # the files may be as they should
-                    return known[1]
-                UNUSED_FILES.put(name, error.message)
-                pem = known[1]
-            else:
-                UNUSED_FILES.drop(name)
-            # Stamps of before the reading: what is replaced meanwhile is read again.
-            self._certificates[key] = stamps, pem
-            return pem
+        name, key = shown.tls_cert or shown.tls_ca, (shown.tls_cert, shown.tls_key, shown.tls_ca)
+        made = UsableFiles(name, shown.paths(), shown.read_certificates)
+        found: _PemFiles = self._files.setdefault(key, made).get()
+        return found
 
     def token(self, path: str) -> str:
-        """Return the token to send now; the file is read when it changes.
+        """Return the token to send now; empty where no file is named.
 
         Raises:
             InvalidRequestError: It cannot be read, and never could.
         """
-        if not path:
-            return ""
-        with self._lock:
-            known, stamp = self._tokens.get(path), stamp_of(path)
-            if known is not None and known[0] == stamp:
-                return known[1]
-            try:
-                token = _token_of(path)
-            except InvalidRequestError as error:
-                if known is None:
-                    raise
-                if is_short():  # the file may be as it should
-                    return known[1]
-                UNUSED_FILES.put(path, error.message)
-                token = known[1]
-            else:
-                UNUSED_FILES.drop(path)
-            self._tokens[path] = stamp, token
-            return token
+        made = UsableFiles(path, (path,), lambda: _token_of(path))
+        return str(self._files.setdefault((path,), made).get()) if path else ""
 
     def look_again(self) -> None:
         """Read every file at its next use, changed or not; what they held stays known."""
-        with self._lock:
-            for key, (_, pem) in self._certificates.items():
-                self._certificates[key] = (), pem
-            for path, (_, token) in self._tokens.items():
-                self._tokens[path] = UNREAD, token
+        for files in [*self._files.values()]:
+            files.look_again()
 
 
 _IN_FORCE: Final = _LoadedCredentials()

@@ -21,7 +21,6 @@ from typing import Any, Final
 from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY
-from weft_rl.descriptors import is_short
 from weft_rl.rpc.security.access import (
     ANYBODY,
     AccessRules,
@@ -32,7 +31,7 @@ from weft_rl.rpc.security.access import (
     digest_of,
     parse_access,
 )
-from weft_rl.rpc.security.credentials import UNREAD, UNUSED_FILES, read_file, stamp_of
+from weft_rl.rpc.security.credentials import UsableFiles, read_file
 
 _log = logging.getLogger(__name__)
 #: One JSON object a line; a handler of its own may send it elsewhere.
@@ -107,13 +106,13 @@ class AccessFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = stamp_of(path)
-        self._access = self._read()
+        self._access: AccessRules | None = None
+        self._rules = UsableFiles(str(path), (str(path),), self._read_usable)
         self._looked_at = time.monotonic()
         #: By what they show, when each was let in last, and to which method.
         self._callers: LruMapping[ShownCredentials, tuple[float, str]] = LruMapping(_MAX_CALLERS)
         self._lock = threading.Lock()  # the page's requests come on a thread of their own
-        UNUSED_FILES.drop(str(path))
+        self._access = self._rules.get()
 
     @property
     def access(self) -> AccessRules:
@@ -121,23 +120,16 @@ class AccessFile:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
-            if (stamp := stamp_of(self._path)) != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._access = self._read_again(now)
-                except WeftError as error:
-                    if is_short():  # the file may be as it should: it is looked at again
-                        self._stamp = UNREAD
-                    else:
-                        UNUSED_FILES.put(str(self._path), error.message)
-                else:
-                    UNUSED_FILES.drop(str(self._path))
-                    _log.info("%s has new rules, which are used from now on", self._path)
+            if (rules := self._rules.get()) is not self._access:
+                self._access = rules
+                _log.info("%s has new rules, which are used from now on", self._path)
+        assert self._access is not None
         return self._access
 
     def look_again(self) -> None:
         """Read the file now, whether it changed or not."""
-        self._looked_at, self._stamp = float("-inf"), UNREAD
+        self._looked_at = float("-inf")
+        self._rules.look_again()
         _ = self.access
 
     def note_caller(self, shown: ShownCredentials, method: str) -> None:
@@ -148,8 +140,10 @@ class AccessFile:
         with self._lock:
             self._callers.put(shown, (time.monotonic(), method))
 
-    def _read_again(self, now: float) -> AccessRules:
-        access = self._read()
+    def _read_usable(self) -> AccessRules:
+        access, now = self._read(), time.monotonic()
+        if self._access is None:  # the first rules
+            return access
         if access.by_certificate != self._access.by_certificate:
             kind = "certificates" if access.by_certificate else "tokens"
             raise InvalidRequestError(
