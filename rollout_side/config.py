@@ -7,18 +7,28 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import check_name
+from weft_rl.contract.options import access_setting, check_bounds, insecure_setting, setting
 from weft_rl.rpc.channel import check_listen
 from weft_rl.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
-#: Memory that a pushed base is staged in: "device", beside the engine's weights; "host"; or "auto",
-#: the device if the model fits there twice. "in-place" stages nothing: a base is loaded as it
-#: arrives, and only what is read from the spill directory is staged, on the host.
 Staging = Literal["auto", "host", "device", "in-place"]
+
+#: Headings of the options in the help.
+_ADDRESSES: Final = "Addresses for other machines"
+_WEIGHTS: Final = "Transfer and storage of weights"
+_STATES: Final = "Readiness, sleep and shutdown"
+_VLLM: Final = "Defaults and checks of vLLM"
+
+
+def _gib(default: int, text: str, panel: str | None = None) -> int:
+    """Return the field of a size in bytes, whose option is in GiB: of at most 1 PiB."""
+    bounds = (0.001, 2.0**20)
+    return setting(default * 2**30, text, "GIB", panel=panel, bounds=bounds, unit=2**30)
 
 
 def default_replica_id() -> str:
@@ -33,32 +43,52 @@ class AgentConfig:
 
     coordinator: str
     """HOST:PORT of the coordinator."""
-    replica_id: str
-    """Stable name in the pool."""
-    listen: str = "127.0.0.1:0"
-    """HOST:PORT of the ReplicaService; port 0 picks a free one."""
-    advertise_host: str = ""
-    """Host that the coordinator and trainers reach this machine by. Empty: the host of ``listen``,
-    or, for a wildcard, the address of the route to the coordinator."""
-    http_url: str = ""
-    """Base URL of the OpenAI-compatible server, as clients reach it."""
-    unready_after_seconds: float = 30.0
-    """Seconds without an answer from the coordinator after which this replica is not ready and
-    refuses bare names."""
+    replica_id: str = setting(
+        "",
+        "Stable name of the replica. Default: the host's name.",
+        "NAME",
+        envvar="WEFT_REPLICA_ID",
+    )
+    listen: str = setting(
+        "127.0.0.1:0", "Address that the replica's gRPC service listens on.", "HOST:PORT"
+    )
+    advertise_host: str = setting(
+        "",
+        "Host by which the coordinator and trainers reach this replica. Default: that of "
+        "--listen; where that is every address (0.0.0.0), the one of this machine's route to "
+        "the coordinator.",
+        "HOST",
+        panel=_ADDRESSES,
+    )
+    http_url: str = setting(
+        "",
+        "URL by which clients reach the OpenAI server. Default: http://, --http-host and the "
+        "port; say it with --http-host 0.0.0.0, which nobody can call.",
+        "URL",
+        panel=_ADDRESSES,
+    )
+    unready_after_seconds: float = setting(
+        30.0,
+        "After so long without an answer from the coordinator the replica is not ready and "
+        "refuses bare names; exact versions still answer.",
+        "SECONDS",
+        panel=_STATES,
+        bounds=(1, 86_400),
+    )
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random id of this process."""
     conflict_patience_seconds: float = 30.0
     """Longest wait for an earlier process of the same id to leave the registry."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "replica_id", self.replica_id or default_replica_id())
         check_name(self.replica_id, "replica")
         check_listen(self.listen)
+        check_bounds(self)
         if self.http_url and not self.http_url.startswith(("http://", "https://")):
             raise InvalidRequestError(
                 f"--http-url is {self.http_url!r}; it must be http://HOST:PORT or https://HOST:PORT"
             )
-        if not 0 < self.unready_after_seconds <= 86_400:
-            raise InvalidRequestError("unready_after_seconds must be more than 0, at most 86400")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,48 +98,86 @@ class RolloutConfig:
     agent: AgentConfig
     vllm_args: Sequence[str]
     """vLLM's own server arguments, the model first."""
-    http_host: str = "127.0.0.1"
-    http_port: int = 8000
-    adapter_memory_bytes: int = 4 * 2**30
-    """Host memory for adapters."""
-    staging_memory_bytes: int = 64 * 2**30
-    """Memory for staged bases and copies of bases, on the host or the device."""
-    staging: Staging = "auto"
-    """Memory that bases are staged in on a GPU host."""
-    backend: BackendChoice = "auto"
-    """Transport backends of the side groups that it joins."""
-    running_requests: RunningRequests = "recompute"
-    """Treatment of requests that run when the base changes."""
-    enable_sleep: bool = False
-    """True to let trainers on the same GPU, and operators, put the engine to sleep."""
-    drain_seconds: float = 30.0
-    """Time for running requests and transfers to end when the process is told to stop; 0 aborts
-    them."""
-    base_copies: int = 1
-    """Number of base versions to keep a copy of, the served one included. Other replicas clone the
-    copies, and a rollback serves them. 0, or loading in place, keeps none."""
-    spill_dir: str = ""
-    """Directory for copies of what is served, which a restart reads; empty for none. The base is
-    written from a copy that ``base_copies`` keeps, so not where it is loaded in place."""
-    spill_bytes: int = 256 * 2**30
-    """Largest size of all spilled versions of this base model, of any replica."""
-
-    access: Path | None = None
-    """File of who may call the replica's services; None to serve every caller."""
-    insecure: bool = False
-    """True to serve every caller on an address that is not loopback."""
+    http_host: str = setting("127.0.0.1", "Host that the OpenAI server listens on.", "HOST")
+    http_port: int = setting(
+        8000, "Port of the OpenAI server; 0 picks a free one.", "PORT", bounds=(0, 65535)
+    )
+    adapter_memory_bytes: int = _gib(4, "Host memory for adapters.")
+    staging_memory_bytes: int = _gib(
+        64,
+        "Memory for staged base weights and copies of the base; with --staging in-place, for "
+        "buckets on the GPU.",
+    )
+    staging: Staging = setting(
+        "auto",
+        "Place where a pushed base waits for its switch: the device, the host's memory, or "
+        "in-place: each bucket is loaded as it arrives. auto: the device if it fits there, "
+        "else the host. In place, requests wait while buckets are loaded, a push that fails "
+        "then takes the replica out of service, and no copy is kept.",
+        "PLACE",
+    )
+    """In place, only what is read from the spill directory is staged, on the host."""
+    running_requests: RunningRequests = setting(
+        "recompute",
+        "Treatment of requests that run when the base changes. recompute: they go on, with "
+        "their KV cache computed anew. keep: they go on over their KV cache, which later "
+        "requests do not use. abort: those that have tokens end with VERSION_CHANGED, and the "
+        "client sends them again.",
+        "TREATMENT",
+    )
+    spill_dir: str = setting(
+        "",
+        "Directory for copies of what is served, in PEFT and safetensors files, which a "
+        "restart reads. Default: none.",
+        "DIR",
+    )
+    """The base is written from a copy that ``base_copies`` keeps, so not where it is loaded in
+    place."""
+    backend: BackendChoice = setting(
+        "auto", "Transport of weights; auto: any that this machine has.", panel=_WEIGHTS
+    )
+    base_copies: int = setting(
+        1,
+        "Number of base versions to keep a copy of, the served one included. New replicas "
+        "clone the copies; `weft rollback base` needs 2. 0, or --staging in-place: none.",
+        "VERSIONS",
+        panel=_WEIGHTS,
+        bounds=(0, 100),
+    )
+    spill_bytes: int = _gib(256, "Largest size of --spill-dir.", panel=_WEIGHTS)
+    """Size of all spilled versions of this base model, of any replica."""
+    drain_seconds: float = setting(
+        30.0,
+        "Time for running requests and transfers to end after SIGTERM. A second SIGTERM, or "
+        "SIGINT, ends the process at once.",
+        "SECONDS",
+        panel=_STATES,
+        bounds=(0, 86_400),
+    )
+    enable_sleep: bool = setting(
+        False,
+        "Let trainers on the same GPU, and operators, put the engine to sleep, which frees "
+        "GPU memory for a while. Needs a GPU.",
+        panel=_STATES,
+    )
+    vllm_defaults: bool = setting(
+        False,
+        "Keep vLLM's own sampling defaults. Otherwise, unless given after --, they are what "
+        "RL trainers expect: --logprobs-mode processed_logprobs and --generation-config vllm.",
+        panel=_VLLM,
+    )
+    allow_unversioned_changes: bool = setting(
+        False,
+        "Start although VLLM_ALLOW_RUNTIME_LORA_UPDATING or VLLM_SERVER_DEV_MODE is set, "
+        "which open endpoints that change weights without Weft.",
+        panel=_VLLM,
+    )
+    access: Path | None = access_setting()
+    insecure: bool = insecure_setting()
     telemetry: TelemetryConfig = NO_TELEMETRY
-    """Telemetry settings: metrics, and health without TLS."""
-    vllm_defaults: bool = False
-    """True to keep vLLM's sampling defaults, not those that RL trainers expect."""
-    allow_unversioned_changes: bool = False
-    """True to accept an environment that opens vLLM endpoints which change weights."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.base_copies <= 100:
-            raise InvalidRequestError("base_copies must be between 0 and 100")
-        if not 0 <= self.drain_seconds <= 86_400:
-            raise InvalidRequestError("drain_seconds must be between 0 and 86400")
+        check_bounds(self)
         if self.spill_dir and not self.base_copies:
             raise InvalidRequestError(
                 "--spill-dir writes the base from the copy that --base-copies keeps: it needs "

@@ -37,7 +37,7 @@ from weft_rl.rpc.status import status_from_error
 from weft_rl.v1 import registry_pb2, registry_pb2_grpc
 
 _SECONDS = 10.0
-_CONTACT_SECONDS = 0.3
+_CONTACT_SECONDS = 1.0
 REFUSALS = [
     UnauthenticatedError("the bearer token is none of the access file's"),
     NotAllowedError("r0 may not call Heartbeat: its roles are none", reason="ROLE_MISSING"),

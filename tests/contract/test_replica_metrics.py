@@ -38,7 +38,7 @@ async def counted() -> AsyncIterator[Counted]:
     engine = EngineDouble({"w": torch.zeros(8, 8)}, base_copies=2)
     config = AgentConfig(coordinator="127.0.0.1:1", replica_id="r0")
     agent = Agent(config, engine)
-    metrics = ReplicaMetrics(agent, RolloutConfig(agent=config, vllm_args=[], spill_bytes=1000))
+    metrics = ReplicaMetrics(agent, RolloutConfig(agent=config, vllm_args=[], spill_bytes=2**30))
     servicer = ReplicaServicer(agent, metrics.switched)
     add = replica_pb2_grpc.add_ReplicaServiceServicer_to_server
     server = (await make_server([Servicer("weft.v1.ReplicaService", servicer, add)])).server
@@ -116,7 +116,7 @@ async def test_a_spill_directory_is_looked_at_off_the_loop(
     async with asyncio.timeout(10):
         while counted.value("store_bytes", store="spill") != 700:
             await asyncio.sleep(0.01)
-    assert counted.value("store_limit_bytes", store="spill") == 1000
+    assert counted.value("store_limit_bytes", store="spill") == 2**30
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking

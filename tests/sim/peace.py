@@ -154,7 +154,7 @@ def kept(world: World) -> Iterator[str]:
         asked = world.operator.retention.get(policy.name)
         if asked is not None and asked != policy.retain:
             yield f"{asked} of {policy.name} are to be kept, the coordinator has {policy.retain}"
-        newest = policy.versions[-(policy.retain or state.settings.retain) :]
+        newest = policy.versions[-(policy.retain or state.settings.retain_versions) :]
         keep = {*newest, *policy.pinned, policy.served_version} - {0}
         pinned = {v.version for v in world.operator.pinned if v.policy == policy.name}
         if not pinned <= set(policy.pinned) or not pinned <= set(policy.versions):

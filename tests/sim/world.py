@@ -67,7 +67,7 @@ class World:
             lease_seconds=4.0,
             heartbeat_seconds=1.0,
             lost_after_seconds=3.0,
-            retain=self.random.choice([1, 2, 3]),
+            retain_versions=self.random.choice([1, 2, 3]),
             retire_retry_seconds=1.0,
             clone_seconds=self.random.choice([6.0, 40.0]),
             stall_seconds=3.0,

@@ -22,9 +22,8 @@ from weft_rl.cli.console.options import (
     Json,
 )
 from weft_rl.cli.console.output import exit_code, print_error, print_json
-from weft_rl.cli.coordinator import coordinator
 from weft_rl.cli.push import push
-from weft_rl.cli.rollout import RolloutCommand, rollout
+from weft_rl.cli.servers import RolloutCommand, coordinator, rollout
 from weft_rl.cli.status import status
 from weft_rl.contract.errors import WeftError
 from weft_rl.rpc.bounds import PROTOCOL_REVISION

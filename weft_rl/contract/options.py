@@ -5,7 +5,11 @@ Here, and not in ``trainer_side``, since the command line shows its help without
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, get_args
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from weft_rl.contract.errors import InvalidRequestError
 
@@ -60,6 +64,101 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     if not any(type(value) is type(each) and value == each for each in known):  # True is not 1
         words = ", ".join(map(repr, known))
         raise InvalidRequestError(f"{name}={shown_value(value)}: use one of {words}")
+
+
+# -- servers ---------------------------------------------------------------------
+
+
+#: Heading of the options of credentials, and of a server's access, in the help.
+SECURITY: Final = "Security"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingSpec:
+    """Field of a config, as the command line shows it, and its bounds."""
+
+    name: str = ""
+    help: str
+    """Help of its option; empty for a field that has none."""
+    metavar: str | None
+    panel: str | None
+    """Heading of the option in the help; None for those that come first."""
+    bounds: tuple[float, float] | None
+    """Least and largest number, in the option's unit."""
+    envvar: str | None
+    unit: int
+    """Number in the field that is 1 in the option: 2**30 for GiB of a field in bytes."""
+
+    @property
+    def option(self) -> str:
+        """Name of its option: in GiB for a field in bytes."""
+        return self.name if self.unit == 1 else self.name.replace("_bytes", "_gib")
+
+    def check(self, value: float) -> None:
+        """Refuse a value of the field outside the bounds.
+
+        Raises:
+            InvalidRequestError: It is outside, or not a number; names the option.
+        """
+        if self.bounds is None:
+            return
+        least, most = self.bounds
+        if not least * self.unit <= value <= most * self.unit:
+            seconds = " seconds" if self.name.endswith("_seconds") else ""
+            raise InvalidRequestError(
+                f"{self.option} must be between {least:.15g} and {most:.15g}{seconds}"
+            )
+
+
+def setting(
+    default: _T,
+    text: str = "",
+    metavar: str | None = None,
+    *,
+    panel: str | None = None,
+    bounds: tuple[float, float] | None = None,
+    envvar: str | None = None,
+    unit: int = 1,
+) -> _T:
+    """Return a field of a config that is an option, or is bounded; see ``SettingSpec``."""
+    known = SettingSpec(
+        help=text, metavar=metavar, panel=panel, bounds=bounds, envvar=envvar, unit=unit
+    )
+    made: Any = field(default=default, metadata={"setting": known})
+    return made  # type: ignore[no-any-return]
+
+
+def settings_of(config: Any) -> Iterator[SettingSpec]:
+    """Yield the settings among the fields of a config, or of its class."""
+    for each in fields(config):
+        if (known := each.metadata.get("setting")) is not None:
+            yield dataclasses.replace(known, name=each.name)
+
+
+def check_bounds(config: Any) -> None:
+    """Refuse a config with a setting outside its bounds.
+
+    Raises:
+        InvalidRequestError: One is; names it.
+    """
+    for known in settings_of(config):
+        known.check(getattr(config, known.name))
+
+
+def access_setting() -> Path | None:
+    """Return the field of who may call a server; None to serve every caller."""
+    text = (
+        "TOML file of which certificates or tokens may call what; needs --tls-cert. Read again "
+        "when it changes."
+    )
+    return setting(None, text, "FILE", panel=SECURITY)
+
+
+def insecure_setting() -> bool:
+    """Return the field that is True for a server which serves every caller on any address."""
+    text = "Serve every caller although the address is not this machine's loopback."
+    return setting(False, text, panel=SECURITY)
 
 
 # -- pushes ----------------------------------------------------------------------

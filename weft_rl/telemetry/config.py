@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.options import setting
 from weft_rl.rpc.channel import split_target
+
+#: Heading of these options, and of those of logs, in the help.
+TELEMETRY: Final = "Logs, metrics and traces"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +21,31 @@ class TelemetryConfig:
         InvalidRequestError: An option cannot be; names it.
     """
 
-    metrics: str = ""
-    """HOST:PORT of metrics, ``/healthz`` and a coordinator's page over HTTP."""
-    metrics_auth: bool = False
-    """True if metrics are shown only to callers who may inspect."""
-    health: str = ""
-    """HOST:PORT of a plaintext port that serves grpc.health.v1 alone."""
-    traces: bool = False
-    """True if spans are exported by OTLP, to where the environment says."""
+    metrics: str = setting(
+        "",
+        "Serve Prometheus metrics and /healthz over HTTP here; a coordinator also serves its "
+        "web page. Default: nowhere.",
+        "HOST:PORT",
+        panel=TELEMETRY,
+    )
+    metrics_auth: bool = setting(
+        False,
+        "Answer there only callers with the role inspect: by their certificate, or by their "
+        "token as HTTP Basic password.",
+        panel=TELEMETRY,
+    )
+    health: str = setting(
+        "",
+        "Serve only grpc.health.v1 here, in plaintext, for probes. Default: nowhere.",
+        "HOST:PORT",
+        panel=TELEMETRY,
+    )
+    traces: bool = setting(
+        False,
+        "Export OpenTelemetry spans by OTLP over gRPC, as the OTEL_ variables say. Needs the "
+        "extra 'tracing'.",
+        panel=TELEMETRY,
+    )
 
     def __post_init__(self) -> None:
         for option, address in (("--metrics", self.metrics), ("--health", self.health)):

@@ -11,12 +11,11 @@ from typer.core import TyperGroup
 
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import check_name
+from weft_rl.contract.options import SECURITY
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.rpc.channel import check_target
 from weft_rl.rpc.security.credentials import VARIABLES
 
-#: Heading of the options of credentials, and of a server's access, in the help.
-SECURITY = "Security"
 #: Where a coordinator listens unless it is told otherwise.
 DEFAULT_COORDINATOR = CoordinatorConfig.listen
 

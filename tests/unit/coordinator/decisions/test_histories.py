@@ -28,7 +28,7 @@ class Histories(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "catalog.db"
         self.catalog = Catalog.open(self.path)
-        self.m = Machine(retain=2).pool("r0", "r1")
+        self.m = Machine(retain_versions=2).pool("r0", "r1")
         self.seen = 0
         self.told_tokens: dict[str, int] = {}
         self.told_versions: dict[str, int] = {}
@@ -139,7 +139,7 @@ class Histories(RuleBasedStateMachine):
         replicas = list(self.m.state.replicas.values())
         self.m.answered_lookups = len(self.m.ever(effects.LookUp))
         self.m.state = PoolState(
-            settings=PoolSettings(retain=2),
+            settings=PoolSettings(retain_versions=2),
             generation=known.generation,
             fingerprint=known.fingerprint,
             architecture=known.architecture,

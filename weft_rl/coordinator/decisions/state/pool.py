@@ -22,6 +22,7 @@ from weft_rl.contract.names import (
     PolicyVersion,
     VersionVector,
 )
+from weft_rl.contract.options import setting
 from weft_rl.coordinator.decisions.state.replica import (
     OutOfService,
     Replica,
@@ -51,40 +52,76 @@ _STARTED_WITH: Final = b""
 
 #: A larger number that a peer reports is its error, and is refused.
 MAX_NUMBER: Final = MAX_FOLLOWED
+_VERSIONS: Final = "Versions and policies"
+
+
+def _seconds(default: float, text: str = "") -> float:
+    heading = "When a process is given up"
+    return setting(default, text, "SECONDS", panel=heading, bounds=(0.01, 86_400))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """The options that decisions depend on; ``CoordinatorConfig`` explains them."""
+    """Options that decisions depend on; those with a text are options of ``weft coordinator``."""
 
-    lease_seconds: float = 10.0
-    heartbeat_seconds: float = 2.0
-    lost_after_seconds: float = 10.0
-    retain: int = 4
+    retain_versions: int = setting(
+        4,
+        "Number of newest versions of each adapter that can still be requested; `weft retain` sets "
+        "it for one adapter.",
+        "VERSIONS",
+        panel=_VERSIONS,
+        bounds=(1, 1_000_000),
+    )
+    """The version that the bare name stands for can always be requested."""
+    max_policies_per_trainer: int = setting(
+        1024,
+        "Number of policies that one trainer may have at a time.",
+        "POLICIES",
+        panel=_VERSIONS,
+        bounds=(1, 1_000_000),
+    )
+    """Owned or served. A trainer is an identity of the access file, or a trainer_id where callers
+    are not identified."""
+    heartbeat_seconds: float = _seconds(2.0, "Interval of replicas' heartbeats.")
+    lost_after_seconds: float = _seconds(10.0, "A replica without a heartbeat for so long is lost.")
+    """Several heartbeats."""
+    lease_seconds: float = _seconds(
+        10.0, "A trainer that does not renew its lease for so long no longer owns the policy."
+    )
+    stall_seconds: float = _seconds(
+        10.0,
+        "A replica that sends heartbeats, but does not do its next step of a transfer for so long, "
+        "is left out of the transfer.",
+    )
+    """Its process may live while its working thread hangs."""
+    sender_stall_seconds: float = _seconds(
+        60.0,
+        "A push of which nothing is sent for so long is aborted, if another push waits for its "
+        "replicas.",
+    )
+    max_transfer_seconds: float = _seconds(
+        3600.0, "Longest time of a push, from when it is its turn."
+    )
+    """Its own deadline bounds the wait before."""
+    publish_again_after_seconds: float = _seconds(5.0)
+    """Time that a served version must be held by nobody before its owner is asked to push it again.
+    While a pool restarts, another replica may hold it."""
+    recover: bool = setting(
+        False,
+        "Take an empty catalog for that of a pool whose own was lost: the first replica or trainer "
+        "that comes back says which, and what it holds is served.",
+    )
+    """No effect on a catalog that belongs to a pool."""
     forget_after_seconds: float = 3600.0
     """Seconds after which a lost replica is no longer listed."""
     retire_retry_seconds: float = 2.0
     """Seconds between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
     """Seconds that a clone, or reading a spilled version, may take at most from its turn on."""
-    stall_seconds: float = 10.0
-    """Seconds that a member of a transfer may owe the next step without a word."""
-    sender_stall_seconds: float = 60.0
-    """Seconds that a trainer may owe the next step while another transfer waits for a replica
-    of its push."""
-    max_transfer_seconds: float = 3600.0
-    """Seconds that a push may take at most from its turn on."""
     clone_interruptions: int = 3
     """Number of interruptions by pushes after which a clone goes before them."""
     clone_patience_seconds: float = 60.0
     """Seconds after which a clone that has not ended goes before pushes, too."""
-    max_policies_per_trainer: int = 1024
-    """Largest number of policies that one trainer may have at a time, owned or served."""
-    publish_again_after_seconds: float = 5.0
-    """Seconds that a version must be held by nobody before its owner is asked for it. While a
-    pool restarts, another replica may hold it."""
-    recover: bool = False
-    """True if an empty catalog may be of a pool that lost its own."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +189,7 @@ class Policy:
     pinned: tuple[int, ...] = ()
     """Versions that are never retired, ascending; durable."""
     retain: int = 0
-    """Number of newest versions of an adapter that are kept; 0 is ``PoolSettings.retain``."""
+    """Number of newest versions of an adapter that are kept; 0: as ``PoolSettings`` says."""
     trained_on: Mapping[int, int] = field(default_factory=dict)
     """Version of the base that each version of an adapter was trained on, where that is known.
     In the catalog it is part of each version's record."""
@@ -196,7 +233,7 @@ def is_overdue(state: PoolState, name: str, now: float) -> bool:
 
 def num_retained(policy: Policy, settings: PoolSettings) -> int:
     """Return the number of newest versions of an adapter that are kept."""
-    return policy.retain or settings.retain
+    return policy.retain or settings.retain_versions
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "catalog.db"
         self.catalog = Catalog.open(self.path)
-        self.settings = PoolSettings(lease_seconds=LEASE_SECONDS, retain=100)
+        self.settings = PoolSettings(lease_seconds=LEASE_SECONDS, retain_versions=100)
         self.m = Machine()
         self.m.state = replace(self.m.state, settings=self.settings)
         self.m.pool("r0")

@@ -32,7 +32,7 @@ def _answer(m: Machine, call: effects.CallRetire, *, keeps: int = 0) -> None:
 
 
 def test_versions_beyond_the_retention_are_retired_everywhere() -> None:
-    m = _after(3, retain=2)
+    m = _after(3, retain_versions=2)
     calls = m.found(effects.CallRetire)
     assert {(c.replica_id, c.versions) for c in calls} == {
         ("r0", (PolicyVersion("math", 1),)),
@@ -50,7 +50,7 @@ def test_versions_beyond_the_retention_are_retired_everywhere() -> None:
 
 
 def test_asked_again_while_a_request_still_uses_it() -> None:
-    m = _after(2, retain=1)
+    m = _after(2, retain_versions=1)
     for call in m.found(effects.CallRetire):
         _answer(m, call, keeps=1)
     before = len(m.ever(effects.CallRetire))
@@ -60,13 +60,13 @@ def test_asked_again_while_a_request_still_uses_it() -> None:
 
 
 def test_an_unanswered_request_is_repeated_but_not_often() -> None:
-    m = _after(2, retain=1)
+    m = _after(2, retain_versions=1)
     m.pass_time(6.5)
     assert 6 <= len(m.ever(effects.CallRetire)) <= 8
 
 
 def test_a_lost_replica_holds_nothing_back() -> None:
-    m = _after(2, retain=1)
+    m = _after(2, retain_versions=1)
     (call,) = [c for c in m.found(effects.CallRetire) if c.replica_id == "r0"]
     _answer(m, call)
     m.do(events.Leave(5, "r1", "i1"))
@@ -75,7 +75,7 @@ def test_a_lost_replica_holds_nothing_back() -> None:
 
 
 def test_nothing_is_retired_for_a_version_that_may_be_undone() -> None:
-    m = _after(2, retain=2)
+    m = _after(2, retain_versions=2)
     ticket = m.run_to(Phase.COMMITTING)
     m.pass_time(2)
     assert not m.found(effects.CallRetire)
@@ -86,7 +86,7 @@ def test_nothing_is_retired_for_a_version_that_may_be_undone() -> None:
 
 
 def test_what_an_undone_version_replaced_is_not_retired_though_nobody_holds_it() -> None:
-    m = Machine(retain=1).pool("r0")
+    m = Machine(retain_versions=1).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     m.do(events.Leave(5, "r0", "i1"))
@@ -100,7 +100,7 @@ def test_what_an_undone_version_replaced_is_not_retired_though_nobody_holds_it()
 
 
 def test_what_an_alias_stands_for_is_never_retired() -> None:
-    m = Machine(retain=1).pool("r0", "r1")
+    m = Machine(retain_versions=1).pool("r0", "r1")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     ticket = m.run_to(Phase.COMMITTING)
@@ -168,7 +168,7 @@ def test_what_the_pool_may_go_back_to_is_not_retired(rolls_back: bool) -> None:
 
 @pytest.mark.parametrize("rolls_back", [False, True])
 def test_a_new_retention_keeps_what_the_pool_may_go_back_to(rolls_back: bool) -> None:
-    m = _after(1, retain=1)
+    m = _after(1, retain_versions=1)
     if rolls_back:
         record = m.record(PolicyVersion("math", 1))
         m.do(events.Pin(0, "math", 1, True, record))
@@ -193,7 +193,7 @@ def _retain(m: Machine, num_versions: int, policy: str = "math") -> int:
 
 
 def test_a_policy_keeps_as_many_as_it_was_told(catalog_path: Path) -> None:
-    m = _after(3, retain=2)
+    m = _after(3, retain_versions=2)
     assert m.answer(_retain(m, 4)) == effects.RetentionAnswer(4)
     assert m.state.policies["math"].versions == (2, 3), "what was being retired stays so"
     for call in m.ever(effects.CallRetire):
@@ -232,7 +232,7 @@ def test_retention_that_cannot_be_set() -> None:
 
 
 def test_an_alias_at_a_lost_replica_holds_nothing_back() -> None:
-    m = Machine(retain=1).pool("r0", "r1")
+    m = Machine(retain_versions=1).pool("r0", "r1")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     m.answer_commits(m.run_to(Phase.COMMITTING), r1=LOAD_FAILED)  # r1 still serves math@1

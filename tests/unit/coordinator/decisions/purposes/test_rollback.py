@@ -106,7 +106,7 @@ def test_one_that_is_not_ready_does_not_stand_in_the_way_and_catches_up() -> Non
     ],
 )
 def test_what_cannot_be_gone_back_to(policy: str, version: int, reason: str) -> None:
-    m = _pushed("math", 3, "r0", retain=2)
+    m = _pushed("math", 3, "r0", retain_versions=2)
     for call in m.ever(effects.CallRetire):
         vector = m.state.replicas["r0"].vector.without_adapter(call.versions[0])
         m.do(events.RetireAnswered("r0", "i1", vector))
@@ -247,7 +247,7 @@ def _pin(m: Machine, policy: str, version: int, pinned: bool = True) -> int:
 
 
 def test_what_is_pinned_is_not_retired_until_it_is_let_go() -> None:
-    m = _pushed("math", 1, "r0", retain=1)
+    m = _pushed("math", 1, "r0", retain_versions=1)
     for _ in range(2):
         assert isinstance(m.answer(_pin(m, "math", 1)), effects.EmptyAnswer)
     assert len(m.ever(effects.SavePin)) == 1
@@ -277,7 +277,7 @@ def test_what_cannot_be_pinned() -> None:
     assert m.error(_pin(m, "nope", 1)).reason == "POLICY_UNKNOWN"
     m = _pushed("math", 1)
     assert m.error(_pin(m, "math", 7)).reason == "VERSION_UNKNOWN"
-    m = _pushed("math", 2, retain=1)  # and both hold the first until they answer
+    m = _pushed("math", 2, retain_versions=1)  # and both hold the first until they answer
     assert m.error(_pin(m, "math", 1)).reason == "NOT_RETAINED"
     m.do(events.Leave(0, "r0", "i1"))
     m.do(events.Leave(0, "r1", "i1"))

@@ -102,7 +102,7 @@ def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> N
 
 def test_a_version_that_newer_ones_push_out_is_recorded_where_these_are_withdrawn() -> None:
     """Its replica was never told of them: a bare name goes on standing for it there."""
-    m = Machine(retain=1).pool("r0")
+    m = Machine(retain_versions=1).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     held = HeldVersion(MATH_6, A)
@@ -320,7 +320,7 @@ def test_what_a_spill_directory_holds_is_adopted_and_read() -> None:
 
 
 def test_versions_beyond_what_is_kept_are_not_recorded() -> None:
-    machine = Machine(retain=2)
+    machine = Machine(retain_versions=2)
     versions = tuple(range(1, 8))
     vector = VersionVector(0, {"math": AdapterVersions(versions, 7)})
     held = {f"math@{n}": bytes([n]) * 8 for n in versions}

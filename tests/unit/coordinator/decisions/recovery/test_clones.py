@@ -392,7 +392,7 @@ def test_backends_must_meet() -> None:
 
 
 def test_versions_that_are_about_to_be_retired_are_not_cloned() -> None:
-    m = serving_pool(retain=1)
+    m = serving_pool(retain_versions=1)
     m.register("r1")
     brought = []
     while standing_of(m, "r1")[0] is not ReplicaState.READY:

@@ -128,7 +128,7 @@ def test_nobody_clones_from_anothers_disk() -> None:
 
 
 def test_retired_versions_leave_the_directory_and_those_of_another_catalog_stay() -> None:
-    m = Machine(retain=1).pool()
+    m = Machine(retain_versions=1).pool()
     m.register("r0", spilled=("math@1", "math@9", "code@1"))
     m.do(events.ReferenceKnown("f" * 64))
     m.acquire("math")

@@ -236,7 +236,7 @@ def test_two_in_a_row_go_back_to_what_was_served_last(policy: str) -> None:
 
 
 def test_what_may_be_gone_back_to_is_kept_meanwhile() -> None:
-    m = Machine(retain=1).pool("r0")
+    m = Machine(retain_versions=1).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     ticket = m.run_to(Phase.COMMITTING)
