@@ -140,8 +140,8 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
         publisher.push_base(qwen2.base)
         for url in pool.urls:
             assert ask(url, MODEL_NAME) == started_with
-        rollback("base", 1, pool.target, timeout=60)
-        rollback("math", 1, pool.target, timeout=60)
+        rollback("base", 1, coordinator=pool.target, timeout=60)
+        rollback("math", 1, coordinator=pool.target, timeout=60)
         for url in pool.urls:
             for model in (MODEL_NAME, "math@1", "math@2", "code"):
                 assert ask(url, model) == answers[model]

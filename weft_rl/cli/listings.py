@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
@@ -14,18 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weft_rl.cli.console.options import (
-    DEFAULT_COORDINATOR,
-    Coordinator,
-    Json,
-    OptionalPolicyName,
-    Wide,
-)
-from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, print_text, shown_time
-from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
+from weft_rl.cli.console.commands import Printed, pool_command
+from weft_rl.cli.console.options import OptionalPolicyName
+from weft_rl.cli.console.output import CALL_SECONDS, print_text, shown_time
+from weft_rl.cli.console.table import ColumnSpec, FittedTable
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
-from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import RouteList, list_policies
 from weft_rl.rpc.status import error_from_rpc
@@ -35,6 +30,7 @@ from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 Limit = Annotated[int, typer.Option(help="Number of newest entries to show.", min=1, max=100_000)]
 
+_listing = partial(pool_command, has_table=True)
 _MAX_PAGE = 1000
 _RETRY_SECONDS = 1.0
 _DIGEST_CHARS = 12
@@ -61,61 +57,31 @@ _VERSION_STATES = {
 }
 
 
+@_listing
 def versions(
-    policy: OptionalPolicyName = "",
-    limit: Limit = 20,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    wide: Wide = False,
-    json_output: Json = False,
-) -> None:
+    channel: grpc.Channel, policy: OptionalPolicyName = "", limit: Limit = 20
+) -> Iterator[Printed]:
     """Show versions, newest first, and why some have failed.
 
     The limit is for each policy.
     """
-    with connect(coordinator) as channel:
-        stub = InspectServiceStub(channel)
-        policies = {p.policy: p for p in list_policies(stub, CALL_SECONDS)}
-        names = [policy] if policy else [name for name, p in policies.items() if p.last_version]
-        listed = [
-            (policies.get(name, pb.Policy()), version)
-            for name in names
-            for version in _newest(stub, name, limit)
-        ]
-    if json_output:
-        print_json(pb.ListVersionsResponse(versions=[version for _, version in listed]))
-    else:
-        listing_console(wide=wide).print(_versions_table(listed))
+    stub = InspectServiceStub(channel)
+    policies = {p.policy: p for p in list_policies(stub, CALL_SECONDS)}
+    names = [policy] if policy else [name for name, p in policies.items() if p.last_version]
+    table = FittedTable("versions", _VERSION_COLUMNS, empty="no version was pushed yet")
+    listed = pb.ListVersionsResponse()
+    for name in names:
+        for version in _newest(stub, name, limit):
+            known = (policies.get(name, pb.Policy()), version)
+            table.add(known, _failure(version.failure_reason, version.failure_message))
+            listed.versions.append(version)
+    yield table, listed
 
 
 def _newest(stub: InspectServiceStub, policy: str, limit: int) -> Iterator[pb.Version]:
     request = pb.ListVersionsRequest(policy=policy, page_size=min(limit, _MAX_PAGE))
     pages = _pages(stub.ListVersions, request)
     return islice((version for page in pages for version in page.versions), limit)
-
-
-_VERSION_COLUMNS = (
-    ColumnSpec("version"),
-    ColumnSpec("state"),
-    ColumnSpec("trainer", 2),
-    ColumnSpec("began", 3),
-    ColumnSpec("digest", 4),
-    ColumnSpec("remarks", 1, is_prose=True),
-)
-
-
-def _versions_table(listed: list[tuple[pb.Policy, pb.Version]]) -> FittedTable:
-    table = FittedTable("versions", _VERSION_COLUMNS, empty="no version was pushed yet")
-    for policy, version in listed:
-        table.add_row(
-            f"{version.version.policy}@{version.version.version}",
-            Text(*_VERSION_STATES.get(version.state, ("unknown", "red"))),
-            version.trainer_id,
-            shown_time(version.create_time),
-            version.content_digest_hex[:_DIGEST_CHARS] or "-",
-            Text(", ").join(_remarks(policy, version)),
-            notes=_failure(version.failure_reason, version.failure_message),
-        )
-    return table
 
 
 def _remarks(policy: pb.Policy, version: pb.Version) -> Iterator[Text]:
@@ -126,6 +92,16 @@ def _remarks(policy: pb.Policy, version: pb.Version) -> Iterator[Text]:
         yield Text("pinned")
     if version.HasField("trained_on_base_version"):
         yield Text(f"trained on base@{version.trained_on_base_version}", "dim")
+
+
+_VERSION_COLUMNS = (
+    ColumnSpec("version", lambda row: f"{row[1].version.policy}@{row[1].version.version}"),
+    ColumnSpec("state", lambda row: Text(*_VERSION_STATES.get(row[1].state, ("unknown", "red")))),
+    ColumnSpec("trainer", lambda row: row[1].trainer_id, 2),
+    ColumnSpec("began", lambda row: shown_time(row[1].create_time), 3),
+    ColumnSpec("digest", lambda row: row[1].content_digest_hex[:_DIGEST_CHARS] or "-", 4),
+    ColumnSpec("remarks", lambda row: Text(", ").join(_remarks(*row)), 1, is_prose=True),
+)
 
 
 def _failure(reason: str, message: str) -> list[Text]:
@@ -152,7 +128,9 @@ class TransferPurpose(StrEnum):
     ROLLBACK = "rollback"
 
 
+@_listing
 def transfers(
+    channel: grpc.Channel,
     purpose: Annotated[
         TransferPurpose | None,
         typer.Option(
@@ -161,29 +139,26 @@ def transfers(
         ),
     ] = None,
     limit: Limit = 20,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    wide: Wide = False,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Show pushes and other transfers, under way and ended.
 
     A push sends a version to all replicas; a clone and a restore bring one replica what it lacks,
     from another or from its own copy; a rollback serves an earlier version again. The coordinator
     remembers the last 100 that ended, until it restarts.
     """
-    with connect(coordinator) as channel:
-        stub = InspectServiceStub(channel)
-        found = (
-            transfer
-            for page in _pages(stub.ListTransfers, pb.ListTransfersRequest())
-            for transfer in page.transfers
-            if purpose in (None, _purpose(transfer))
-        )
-        listed = [*islice(found, limit)]
-    if json_output:
-        print_json(pb.ListTransfersResponse(transfers=listed))
-    else:
-        listing_console(wide=wide).print(_transfers_table(listed))
+    found = (
+        transfer
+        for page in _pages(InspectServiceStub(channel).ListTransfers, pb.ListTransfersRequest())
+        for transfer in page.transfers
+        if purpose in (None, _purpose(transfer))
+    )
+    listed = [*islice(found, limit)]
+    table = FittedTable("transfers", _TRANSFER_COLUMNS, empty="no such transfer is known")
+    for transfer in listed:
+        refusals = [Text(f"{r.replica_id}: {r.message}", "dim") for r in transfer.refusals]
+        failure = _failure(transfer.failure_reason, transfer.failure_message)
+        table.add(transfer, failure + refusals)
+    yield table, pb.ListTransfersResponse(transfers=listed)
 
 
 def _purpose(transfer: publish_pb2.Transfer) -> str:
@@ -191,38 +166,9 @@ def _purpose(transfer: publish_pb2.Transfer) -> str:
     return name.removeprefix("TRANSFER_PURPOSE_").lower()
 
 
-_TRANSFER_COLUMNS = (
-    ColumnSpec("transfer"),
-    ColumnSpec("sender", 3),
-    ColumnSpec("state"),
-    ColumnSpec("bytes", 4, is_number=True),
-    ColumnSpec("replicas", 5),
-    ColumnSpec("began", 2),
-    ColumnSpec("seconds", 1, is_number=True),
-    ColumnSpec("forming + staging + committing", 7, is_number=True),
-    ColumnSpec("paused", 6, is_number=True),
-)
-
-
-def _transfers_table(listed: list[publish_pb2.Transfer]) -> FittedTable:
-    table = FittedTable("transfers", _TRANSFER_COLUMNS, empty="no such transfer is known")
-    for transfer in listed:
-        parts = (transfer.forming, transfer.staging, transfer.committing)
-        seconds, pause = [*map(duration_from_proto, parts)], duration_from_proto(transfer.pause)
-        refusals = [Text(f"{r.replica_id}: {r.message}", "dim") for r in transfer.refusals]
-        table.add_row(
-            f"{_purpose(transfer)} {transfer.version.policy}@{transfer.version.version}",
-            transfer.trainer_id,
-            Text(*_TRANSFER_STATES.get(transfer.state, ("unknown", "red"))),
-            f"{transfer.total_bytes:,}",
-            _replicas(transfer),
-            shown_time(transfer.begin_time),
-            f"{sum(seconds):.2f}",
-            " + ".join(f"{each:.2f}" for each in seconds),
-            f"{pause:.3f}" if pause else "-",
-            notes=_failure(transfer.failure_reason, transfer.failure_message) + refusals,
-        )
-    return table
+def _seconds(transfer: publish_pb2.Transfer) -> list[float]:
+    parts = (transfer.forming, transfer.staging, transfer.committing)
+    return [*map(duration_from_proto, parts)]
 
 
 def _replicas(transfer: publish_pb2.Transfer) -> str:
@@ -235,37 +181,58 @@ def _replicas(transfer: publish_pb2.Transfer) -> str:
     return str(count)
 
 
+_TRANSFER_COLUMNS = (
+    ColumnSpec("transfer", lambda t: f"{_purpose(t)} {t.version.policy}@{t.version.version}"),
+    ColumnSpec("sender", lambda t: t.trainer_id, 3),
+    ColumnSpec("state", lambda t: Text(*_TRANSFER_STATES.get(t.state, ("unknown", "red")))),
+    ColumnSpec("bytes", lambda t: f"{t.total_bytes:,}", 4, is_number=True),
+    ColumnSpec("replicas", _replicas, 5),
+    ColumnSpec("began", lambda t: shown_time(t.begin_time), 2),
+    ColumnSpec("seconds", lambda t: f"{sum(_seconds(t)):.2f}", 1, is_number=True),
+    ColumnSpec(
+        "forming + staging + committing",
+        lambda t: " + ".join(f"{each:.2f}" for each in _seconds(t)),
+        7,
+        is_number=True,
+    ),
+    ColumnSpec(
+        "paused",
+        lambda t: f"{pause:.3f}" if (pause := duration_from_proto(t.pause)) else "-",
+        6,
+        is_number=True,
+    ),
+)
+
+
 # -- events ------------------------------------------------------------------------------------
 
 
-def events(
-    limit: Limit = 50, coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False
-) -> None:
+@pool_command
+def events(channel: grpc.Channel, limit: Limit = 50) -> Iterator[Printed]:
     """Print the last events, oldest first.
 
     The last 500 failures and 500 others outlive a restart of the coordinator; 500 details (steps
     of pushes, retired versions) do not.
     """
-    with connect(coordinator) as channel:
-        listed: list[pb.WatchEventsResponse] = []
-        for page in _pages(InspectServiceStub(channel).ListEvents, pb.ListEventsRequest()):
-            listed += page.events
-            if len(listed) >= limit:
-                break
+    listed: list[pb.WatchEventsResponse] = []
+    for page in _pages(InspectServiceStub(channel).ListEvents, pb.ListEventsRequest()):
+        listed += page.events
+        if len(listed) >= limit:
+            break
     for event in reversed(listed[:limit]):
-        _print_event(event, json_output)
-    if not json_output and len(listed) < limit:
-        print_text(f"[dim](every event is kept since {shown_time(page.kept_since)})[/]")
+        yield _event_text(event), event
+    if len(listed) < limit:
+        yield (f"[dim](every event is kept since {shown_time(page.kept_since)})[/]",)
 
 
-def watch(coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False) -> None:
+@pool_command
+def watch(channel: grpc.Channel) -> Iterator[Printed]:
     """Print events as they happen, until interrupted.
 
     It waits while the coordinator is away. weft events shows those before.
     """
-    with open_channel(coordinator) as channel:
-        for event in _follow_events(InspectServiceStub(channel)):
-            _print_event(event, json_output)
+    for event in _follow_events(InspectServiceStub(channel)):
+        yield _event_text(event), event
 
 
 def _follow_events(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
@@ -296,21 +263,17 @@ def _say(text: str) -> None:
     print(f"weft watch: {text}", file=sys.stderr, flush=True)
 
 
-def _print_event(event: pb.WatchEventsResponse, json_output: bool) -> None:
-    if json_output:
-        print_json(event)
-        return
+def _event_text(event: pb.WatchEventsResponse) -> Text:
     known = event.kind in pb.EventKind.values()
     is_failure = event.outcome == pb.EVENT_OUTCOME_FAILURE
     kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if known else "KIND_UNKNOWN"
-    text = Text.assemble(
+    return Text.assemble(
         (shown_time(event.time), "dim"),
         "  ",
         (kind.lower().replace("_", " "), "red" if is_failure else "bold"),
         f"  {event.subject}",
         (f"  {event.message}" if event.message else "", "dim"),
     )
-    print_text(text)
 
 
 # -- routes ------------------------------------------------------------------------------------
@@ -321,30 +284,27 @@ _ROUTES_SECONDS = 60.0
 _MAX_ADAPTERS = 4
 
 
+@_listing
 def routes(
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    channel: grpc.Channel,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
     ] = False,
-    wide: Wide = False,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Show the replicas that requests may be sent to."""
-    with open_channel(coordinator) as channel:
-        stub = InspectServiceStub(channel)
-        for listed in _follow_routes(stub) if watch else _route_list(stub):
-            if json_output:
-                print_json(listed)
-            else:
-                listing_console(wide=wide).print(_routes_table(listed))
+    stub = InspectServiceStub(channel)
+    empty = "no replica may be sent requests: weft status says why"
+    for listed in _follow_routes(stub) if watch else _route_list(stub):
+        table = FittedTable(f"routes, revision {listed.revision}", _ROUTE_COLUMNS, empty=empty)
+        for route in listed.routes:
+            table.add(route)
+        yield table, listed
 
 
 def _route_list(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
     call = stub.WatchRoutes(pb.WatchRoutesRequest(), timeout=_ROUTES_SECONDS)
     try:
         yield next(_lists(call))
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
     finally:
         call.cancel()
 
@@ -372,17 +332,10 @@ def _lists(call: Iterable[pb.WatchRoutesResponse]) -> Iterator[pb.WatchRoutesRes
 
 
 _ROUTE_COLUMNS = (
-    ColumnSpec("replica"),
-    ColumnSpec("OpenAI API"),
-    ColumnSpec("model", 2),
-    ColumnSpec("serves", 1, is_prose=True),
+    ColumnSpec("replica", lambda route: route.replica_id),
+    ColumnSpec("OpenAI API", lambda route: route.http_url),
+    ColumnSpec("model", lambda route: route.model_name, 2),
+    ColumnSpec(
+        "serves", lambda r: vector_text(r.version_vector, most=_MAX_ADAPTERS), 1, is_prose=True
+    ),
 )
-
-
-def _routes_table(listed: pb.WatchRoutesResponse) -> FittedTable:
-    empty = "no replica may be sent requests: weft status says why"
-    table = FittedTable(f"routes, revision {listed.revision}", _ROUTE_COLUMNS, empty=empty)
-    for route in listed.routes:
-        serves = vector_text(route.version_vector, most=_MAX_ADAPTERS)
-        table.add_row(route.replica_id, route.http_url, route.model_name, serves)
-    return table

@@ -1,24 +1,23 @@
-"""Orders of an operator as commands: about versions, about one replica, about the base model."""
+"""Orders of an operator as commands: about versions, about one replica, about the base model.
+
+Each sends the request of one call of ``AdminService`` and prints what was done; programs get the
+fields of the request and of the answer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
+import grpc
 import typer
+from google.protobuf.message import Message
 from rich.markup import escape
 
-from weft_rl.cli.console.options import (
-    DEFAULT_COORDINATOR,
-    AdapterName,
-    Coordinator,
-    Json,
-    PolicyName,
-    ReplicaId,
-)
-from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, print_text, report
+from weft_rl.cli.console.commands import Printed, pool_command
+from weft_rl.cli.console.options import AdapterName, PolicyName, ReplicaId
+from weft_rl.cli.console.output import CALL_SECONDS
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, check_name, plural
@@ -49,47 +48,45 @@ _LEAVE_SECONDS = 15.0
 _NEXT_BASE = "the next replica that registers binds the pool to its base model"
 
 
-@contextmanager
-def _admin(coordinator: str) -> Iterator[AdminServiceStub]:
-    with connect(coordinator) as channel:
-        yield AdminServiceStub(channel)
+def _sent(
+    channel: grpc.Channel, request: Message, timeout: float = CALL_SECONDS
+) -> tuple[Message, Any]:
+    """Send an order; return it and its answer."""
+    call = type(request).__name__.removesuffix("Request")
+    return request, getattr(AdminServiceStub(channel), call)(request, timeout=timeout)
 
 
 # -- versions ----------------------------------------------------------------------------------
 
 
+@pool_command
 def rollback(
+    channel: grpc.Channel,
     policy: PolicyName,
     to: Annotated[
         int,
         typer.Option("--to", metavar="VERSION", help="Version to serve.", min=0, max=MAX_VERSION),
     ],
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds that the rollback may take.", min=1)
     ] = 300.0,
-) -> None:
+) -> Iterator[Printed]:
     """Serve an earlier version again.
 
     Of an adapter, or of the base if replicas hold copies of it.
     """
-    request = pb.RollbackRequest(policy=policy, to_version=to)
-    with _admin(coordinator) as admin, shown(f"rollback to {policy}@{to}"):
-        response = admin.Rollback(request, timeout=timeout)
-    name = f"[bold green]{policy}@{to}[/]"
-    if response.replaced_version == to:
-        report(json_output, f"{name} is served already", response)
-        return
-    pause = duration_from_proto(response.pause)
-    is_instead = response.replaced_version or policy == BASE_POLICY
-    report(
-        json_output,
-        f"{name} is served again by {plural(len(response.replica_ids), 'replica')}"
-        + (f", in place of {policy}@{response.replaced_version}" if is_instead else "")
-        + (f" (paused for {pause:.3f} s)" if pause else ""),
-        response,
-    )
+    with shown(f"rollback to {policy}@{to}"):
+        _, done = _sent(channel, pb.RollbackRequest(policy=policy, to_version=to), timeout)
+    pause = duration_from_proto(done.pause)
+    text = f"[bold green]{policy}@{to}[/] is served "
+    if done.replaced_version == to:
+        text += "already"
+    else:
+        text += f"again by {plural(len(done.replica_ids), 'replica')}"
+        if done.replaced_version or policy == BASE_POLICY:
+            text += f", in place of {policy}@{done.replaced_version}"
+        text += f" (paused for {pause:.3f} s)" if pause else ""
+    yield text, done
 
 
 def parse_version(name: str, number: int | None) -> PolicyVersion:
@@ -105,43 +102,39 @@ def parse_version(name: str, number: int | None) -> PolicyVersion:
     raise InvalidNameError(f"name one version: {name.partition('@')[0]}@3")
 
 
+@pool_command
 def pin(
+    channel: grpc.Channel,
     name: VersionName,
     number: VersionNumber = None,
     off: Annotated[bool, typer.Option("--off", help="Allow it to be retired again.")] = False,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Keep a version from being retired.
 
     Of the base, the replicas keep their copies of it.
     """
     version = parse_version(name, number)
-    request = pb.PinRequest(version=version_to_proto(version), pinned=not off)
-    with _admin(coordinator) as admin:
-        admin.Pin(request, timeout=CALL_SECONDS)
     word = "may be retired" if off else "is kept until it is unpinned"
-    report(json_output, f"[bold green]{version}[/] {word}", request)
+    request = pb.PinRequest(version=version_to_proto(version), pinned=not off)
+    yield f"[bold green]{version}[/] {word}", *_sent(channel, request)
 
 
+@pool_command
 def retire(
-    name: VersionName,
-    number: VersionNumber = None,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+    channel: grpc.Channel, name: VersionName, number: VersionNumber = None
+) -> Iterator[Printed]:
     """Retire a version of an adapter now.
 
     Not the one that the bare name stands for.
     """
     version = parse_version(name, number)
     request = pb.RetireRequest(version=version_to_proto(version))
-    with _admin(coordinator) as admin:
-        admin.Retire(request, timeout=CALL_SECONDS)
-    report(json_output, f"[bold green]{version}[/] can no longer be requested", request)
+    yield f"[bold green]{version}[/] can no longer be requested", *_sent(channel, request)
 
 
+@pool_command
 def retain(
+    channel: grpc.Channel,
     policy: AdapterName,
     number: Annotated[
         int,
@@ -152,95 +145,77 @@ def retain(
             max=1000,
         ),
     ],
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Set how many versions of an adapter are kept.
 
     A restart of the coordinator does not change it.
     """
-    request = pb.SetRetentionRequest(policy=policy, num_versions=number)
-    with _admin(coordinator) as admin:
-        response = admin.SetRetention(request, timeout=CALL_SECONDS)
-    kept = response.num_versions
+
+    request, done = _sent(channel, pb.SetRetentionRequest(policy=policy, num_versions=number))
+    kept = done.num_versions
     versions = "the newest version is" if kept == 1 else f"the newest {kept} versions are"
-    report(json_output, f"of [bold]{policy}[/] {versions} kept", request, response)
+    yield f"of [bold]{policy}[/] {versions} kept", request, done
 
 
+@pool_command
 def forget(
+    channel: grpc.Channel,
     policy: AdapterName,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also end its owner's lease and a push that is under way."),
     ] = False,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Remove an adapter and all its versions.
 
     Replicas delete them, from disk too. Its version numbers are not used again: a later push of the
     name goes on above them.
     """
-    request = pb.ForgetPolicyRequest(policy=policy, force=force)
-    with _admin(coordinator) as admin:
-        response = admin.ForgetPolicy(request, timeout=CALL_SECONDS)
-    retired = plural(len(response.retired_versions), "version")
+
+    request, done = _sent(channel, pb.ForgetPolicyRequest(policy=policy, force=force))
+    retired = plural(len(done.retired_versions), "version")
     text = f"[bold green]{policy}[/] is forgotten: {retired} retired, which replicas delete"
-    report(json_output, text, request, response)
+    yield text, request, done
 
 
 # -- one replica -------------------------------------------------------------------------------
 
 
-def cordon(
-    replica: ReplicaId,
-    reason: Reason = "",
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+@pool_command
+def cordon(channel: grpc.Channel, replica: ReplicaId, reason: Reason = "") -> Iterator[Printed]:
     """Take a replica out of service; it still receives pushes."""
     request = pb.CordonRequest(replica_id=replica, reason=reason)
-    with _admin(coordinator) as admin:
-        admin.Cordon(request, timeout=CALL_SECONDS)
-    report(json_output, f"[bold]{replica}[/] is out of service until it is uncordoned", request)
+    yield f"[bold]{replica}[/] is out of service until it is uncordoned", *_sent(channel, request)
 
 
-def quarantine(
-    replica: ReplicaId,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, shown by weft status.")],
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+@pool_command
+def quarantine(channel: grpc.Channel, replica: ReplicaId, reason: Reason) -> Iterator[Printed]:
     """Take a replica out of service and out of transfers.
 
     It refuses new requests.
     """
     request = pb.QuarantineRequest(replica_id=replica, reason=reason)
-    with _admin(coordinator) as admin:
-        admin.Quarantine(request, timeout=CALL_SECONDS)
-    report(json_output, f"[bold]{replica}[/] is quarantined until it is uncordoned", request)
+    yield f"[bold]{replica}[/] is quarantined until it is uncordoned", *_sent(channel, request)
 
 
-def uncordon(
-    replica: ReplicaId,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+@pool_command
+def uncordon(channel: grpc.Channel, replica: ReplicaId) -> Iterator[Printed]:
     """Put a cordoned or quarantined replica back into service."""
-    request = pb.UncordonRequest(replica_id=replica)
-    with _admin(coordinator) as admin:
-        response = admin.Uncordon(request, timeout=CALL_SECONDS)
-    state = inspect_pb2.ReplicaState.Name(response.state).removeprefix("REPLICA_STATE_").lower()
+
+    request, done = _sent(channel, pb.UncordonRequest(replica_id=replica))
+    state = inspect_pb2.ReplicaState.Name(done.state).removeprefix("REPLICA_STATE_").lower()
     words = "is ready as soon as it serves what the pool serves"
     if state not in ("unspecified", "ready"):
         words = (
             f"is no longer cordoned or quarantined; it is {state.replace('_', ' ')} "
-            f"({escape(response.state_reason)})"
+            f"({escape(done.state_reason)})"
         )
-    report(json_output, f"[bold]{replica}[/] {words}", request, response)
+    yield f"[bold]{replica}[/] {words}", request, done
 
 
+@pool_command
 def drain(
+    channel: grpc.Channel,
     replica: ReplicaId,
     timeout: Annotated[
         float,
@@ -249,23 +224,20 @@ def drain(
         ),
     ] = 300.0,
     reason: Reason = "",
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Let a replica finish its requests, leave the pool and end.
 
     Returns when it has left.
     """
     request = pb.DrainRequest(replica_id=replica, timeout=duration_to_proto(timeout), reason=reason)
     began = time.monotonic()
-    with connect(coordinator) as channel, shown(f"drain of {replica}"):
+    with shown(f"drain of {replica}"):
         inspect = InspectServiceStub(channel)
         before = _find(inspect, replica)
-        AdminServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
+        _sent(channel, request)
         _wait_gone(inspect, replica, before, began + timeout + _LEAVE_SECONDS)
     seconds = time.monotonic() - began
-    text = f"[bold green]{replica}[/] has left the pool after {seconds:.1f} s"
-    report(json_output, text, request)
+    yield f"[bold green]{replica}[/] has left the pool after {seconds:.1f} s", request
 
 
 def _find(stub: InspectServiceStub, replica_id: str) -> inspect_pb2.Replica | None:
@@ -300,7 +272,9 @@ def _wait_gone(
         time.sleep(_POLL_SECONDS)
 
 
+@pool_command
 def sleep(
+    channel: grpc.Channel,
     replica: ReplicaId,
     level: Annotated[
         int,
@@ -314,9 +288,7 @@ def sleep(
     timeout: Annotated[
         float, typer.Option(help="Seconds that its requests may take to end.", min=0, max=86_400)
     ] = DEFAULT_REQUESTS_SECONDS,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Put a replica to sleep, so that its GPU memory is free.
 
     Returns when it sleeps. Only a replica started with --enable-sleep. While it sleeps no requests
@@ -330,31 +302,30 @@ def sleep(
         timeout=duration_to_proto(timeout),
         level=level,
     )
-    with _admin(coordinator) as admin, shown(f"sleep of {replica}"):
-        admin.SleepReplica(request, timeout=timeout + SWITCH_SECONDS)
-    report(json_output, f"[bold]{replica}[/] sleeps until it is woken", request)
+    with shown(f"sleep of {replica}"):
+        sent = _sent(channel, request, timeout + SWITCH_SECONDS)
+    yield f"[bold]{replica}[/] sleeps until it is woken", *sent
 
 
-def wake(
-    replica: ReplicaId,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+@pool_command
+def wake(channel: grpc.Channel, replica: ReplicaId) -> Iterator[Printed]:
     """Wake a replica, whoever put it to sleep.
 
     Returns when it is awake. Requests are routed to it once it holds what the pool serves. Does
     nothing if it is awake.
     """
     request = pb.WakeReplicaRequest(replica_id=replica)
-    with _admin(coordinator) as admin, shown(f"wake of {replica}"):
-        admin.WakeReplica(request, timeout=SWITCH_SECONDS)
-    report(json_output, f"[bold]{replica}[/] is awake", request)
+    with shown(f"wake of {replica}"):
+        sent = _sent(channel, request, SWITCH_SECONDS)
+    yield f"[bold]{replica}[/] is awake", *sent
 
 
 # -- the base model ----------------------------------------------------------------------------
 
 
+@pool_command
 def base(
+    channel: grpc.Channel,
     rebind: Annotated[
         bool,
         typer.Option(
@@ -362,51 +333,46 @@ def base(
             help="Let the next replica bind the pool to its model; retires what was served.",
         ),
     ] = False,
-    coordinator: Coordinator = DEFAULT_COORDINATOR,
-    json_output: Json = False,
-) -> None:
+) -> Iterator[Printed]:
     """Show which base model the pool is bound to, or unbind it.
 
     It can be unbound while no replica is in contact and no push runs. Version numbers go on.
     """
-    with _admin(coordinator) as admin:
-        found = admin.GetBase(pb.GetBaseRequest(), timeout=CALL_SECONDS)
-        if rebind:
-            request = pb.RebindBaseRequest(base_fingerprint=found.base_fingerprint)
-            response = admin.RebindBase(request, timeout=CALL_SECONDS)
-    if rebind:
-        names = ", ".join(f"{v.policy}@{v.version}" for v in response.retired_versions)
-        unbound = "the pool was bound to no base model"
-        if found.base_fingerprint:
-            unbound = f"the pool is no longer bound to [bold green]{found.architecture}[/]"
-        unbound += f"; retired: {names}" if names else ""
-        report(json_output, f"{unbound}; {_NEXT_BASE}", request, response)
-    elif json_output:
-        print_json(found)
-    else:
-        _show_base(found)
-
-
-def _show_base(found: pb.GetBaseResponse) -> None:
-    """Print what the pool is bound to, and what keeps it from being unbound."""
-    if not found.base_fingerprint:
-        print_text(f"the pool is bound to no base model: {_NEXT_BASE}")
+    _, found = _sent(channel, pb.GetBaseRequest())
+    if not rebind:
+        yield _base_text(found), found
         return
-    print_text(
+    bound = pb.RebindBaseRequest(base_fingerprint=found.base_fingerprint)
+    request, done = _sent(channel, bound)
+    text = "the pool was bound to no base model"
+    if found.base_fingerprint:
+        text = f"the pool is no longer bound to [bold green]{found.architecture}[/]"
+    if names := ", ".join(f"{v.policy}@{v.version}" for v in done.retired_versions):
+        text += f"; retired: {names}"
+    yield f"{text}; {_NEXT_BASE}", request, done
+
+
+def _base_text(found: pb.GetBaseResponse) -> str:
+    """Describe what the pool is bound to, and what keeps it from being unbound."""
+    if not found.base_fingerprint:
+        return f"the pool is bound to no base model: {_NEXT_BASE}"
+    lines = [
         f"the pool is bound to [bold]{found.architecture}[/] {found.base_fingerprint[:12]}; its "
         f"replicas serve {vector_text(found.version_vector)}"
-    )
+    ]
     if found.checkpoint_digest:
-        print_text(
+        lines.append(
             f"base@0 is the checkpoint {found.checkpoint_digest.hex()[:12]} that "
             f"{found.checkpoint_replica_id} was started with"
         )
-    hindrances = []
-    if found.replica_ids:
-        hindrances.append(plural(len(found.replica_ids), "replica") + " in contact")
-    if found.num_transfers:
-        hindrances.append(plural(found.num_transfers, "transfer") + " under way")
+    hindrances = [plural(len(found.replica_ids), "replica") + " in contact"] * bool(
+        found.replica_ids
+    )
+    hindrances += [plural(found.num_transfers, "transfer") + " under way"] * bool(
+        found.num_transfers
+    )
     if hindrances:
-        print_text(f"to bind it to another model, first end: {', '.join(hindrances)}")
+        lines.append(f"to bind it to another model, first end: {', '.join(hindrances)}")
     else:
-        print_text("it has none now: weft base --rebind retires these versions and unbinds it")
+        lines.append("it has none now: weft base --rebind retires these versions and unbinds it")
+    return "\n".join(lines)

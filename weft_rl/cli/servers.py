@@ -12,8 +12,8 @@ from typer.core import TyperCommand
 
 from rollout_side.config import RolloutConfig
 from weft_rl import logs
+from weft_rl.cli.console.commands import with_settings
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator
-from weft_rl.cli.console.signatures import with_settings
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.descriptors import raise_file_limit
 from weft_rl.rpc.security.credentials import Credentials

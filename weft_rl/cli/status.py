@@ -17,8 +17,7 @@ from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, 
 from weft_rl.cli.console.output import print_json, rate
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.names import PolicyVersion, plural, provenance
-from weft_rl.coordinator.decisions.problems import explain_conflict, explain_unused_file
+from weft_rl.contract.names import plural, provenance
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
@@ -104,41 +103,23 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
 
 def _problems(pool: pb.GetPoolResponse) -> list[Text]:
     """List what is wrong now, as the coordinator says it."""
-    if not pool.problems:
-        return [Text(text, "red") for text in _problems_of_older(pool)]
-    is_warning = [one.severity == pb.PROBLEM_SEVERITY_WARNING for one in pool.problems]
+    mild = [one.severity == pb.PROBLEM_SEVERITY_WARNING for one in pool.problems]
     found = [
-        Text(one.message, "yellow" if mild else "red")
-        for one, mild in zip(pool.problems, is_warning, strict=True)
+        Text(one.message, "yellow" if is_mild else "red")
+        for one, is_mild in zip(pool.problems, mild, strict=True)
     ]
     if more := pool.num_more_problems:
-        # One that does not count errors sends them first.
-        errors = pool.num_errors - is_warning.count(False) if pool.num_errors else 0
-        is_mild = not errors if pool.num_errors else is_warning[-1]
-        of_them = f", {errors} of them errors" if errors > 0 else ""
-        found.append(Text(f"and {more} more problems{of_them}", "yellow" if is_mild else "red"))
+        errors = max(0, pool.num_errors - mild.count(False))
+        of_them = f", {errors} of them errors" if errors else ""
+        found.append(Text(f"and {more} more problems{of_them}", "red" if errors else "yellow"))
     return found
-
-
-def _problems_of_older(pool: pb.GetPoolResponse) -> list[str]:
-    """List problems that a coordinator which sends none tells otherwise, and no table shows."""
-    conflicts = [
-        explain_conflict(
-            PolicyVersion(policy.policy, conflict.version),
-            {found.content_digest: found.replica_ids for found in conflict.contents},
-        )
-        for policy in pool.policies
-        for conflict in policy.conflicts
-    ]
-    return [*map(explain_unused_file, pool.unused_files), *conflicts]
 
 
 def _told_of(pool: pb.GetPoolResponse, kind: Literal["replica_id", "policy"]) -> dict[str, str]:
     """Return what problems say, by replica or by policy."""
     told = dict[str, str]()
     for one in pool.problems:
-        # An older coordinator does not say of which kind the subject is.
-        name = getattr(one, kind) if one.replica_id or one.policy else one.subject
+        name = getattr(one, kind)
         told[name] = f"{told.get(name, '')}{one.message}\n"
     return told
 
@@ -190,9 +171,12 @@ def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
     return f"{entry.policy}@{entry.alias} ({','.join(numbers)})"
 
 
-def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
+def _serves(of: pb.Replica, pool: types_pb2.VersionVector) -> str:
     """Format the versions by which a replica differs from the pool; most replicas serve what it
     does."""
+    replica = of.version_vector
+    if of.report.dirty_reason:
+        return "mixed weights"
     if replica == pool:
         return "as the pool"
     here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
@@ -213,14 +197,6 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
 
 
 _NO_REPLICAS = Text("no replicas: `weft rollout -- MODEL` starts one", "dim")
-_REPLICA_COLUMNS = (
-    ColumnSpec("replica"),
-    ColumnSpec("state", is_prose=True),
-    ColumnSpec("serves", is_prose=True),
-    ColumnSpec("OpenAI API", 1),
-    ColumnSpec("seen", 2),
-    ColumnSpec("model", 3),
-)
 
 
 def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
@@ -228,34 +204,31 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
     replicas = list(pool.replicas)
     if more := _num_replicas(pool) - min(len(replicas), _MAX_REPLICAS):
         replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
+    columns = [
+        ColumnSpec("replica", lambda r: r.replica_id),
+        ColumnSpec("state", _state_text, is_prose=True),
+        ColumnSpec("serves", lambda r: _serves(r, pool.version_vector), is_prose=True),
+        ColumnSpec("OpenAI API", lambda r: r.http_url, 1),
+        ColumnSpec("seen", lambda r: f"{duration_from_proto(r.since_heartbeat):.1f} s ago", 2),
+        ColumnSpec("model", lambda r: r.model_name, 3),
+    ]
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
-    columns = _REPLICA_COLUMNS if are_mixed else _REPLICA_COLUMNS[:-1]
-    table = FittedTable("replicas", columns, caption=_more(more))
+    table = FittedTable("replicas", columns if are_mixed else columns[:-1], caption=_more(more))
     told = _told_of(pool, "replica_id")
     for replica in replicas[:_MAX_REPLICAS]:
-        word, colour = _state(replica.state)
-        state = Text(word, colour)
-        if replica.report.HasField("drain"):
-            state.append(
-                f" for {duration_from_proto(replica.report.drain.time_left):.0f} s", colour
-            )
         why = replica.state_reason
         if why in told.get(replica.replica_id, ""):
             why = ""
         notes = (why, _not_compared(pool, replica), stale_draft(replica))
-        seen = duration_from_proto(replica.since_heartbeat)
-        table.add_row(
-            replica.replica_id,
-            state,
-            "mixed weights"
-            if replica.report.dirty_reason
-            else _serves(replica.version_vector, pool.version_vector),
-            replica.http_url,
-            f"{seen:.1f} s ago",
-            *([replica.model_name] if are_mixed else []),
-            notes=[Text(note, "dim") for note in notes if note],
-        )
+        table.add(replica, [Text(note, "dim") for note in notes if note])
     return table
+
+
+def _state_text(replica: pb.Replica) -> Text:
+    word, colour = _state(replica.state)
+    if replica.report.HasField("drain"):
+        word += f" for {duration_from_proto(replica.report.drain.time_left):.0f} s"
+    return Text(word, colour)
 
 
 def _state(state: pb.ReplicaState.ValueType) -> tuple[str, str]:
@@ -304,15 +277,6 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
     ] + [Text(f"and {more} more orders that keep replicas out of service", "yellow")] * bool(more)
 
 
-_POLICY_COLUMNS = (
-    ColumnSpec("policy"),
-    ColumnSpec("served", is_prose=True),
-    ColumnSpec("newest", 2),
-    ColumnSpec("keeps", 3),
-    ColumnSpec("owner", 1),
-)
-
-
 def _has_policies(pool: pb.GetPoolResponse) -> bool:
     is_listed = any(policy.last_version for policy in pool.policies)
     return is_listed or pool.num_policies > len(pool.policies)
@@ -330,62 +294,62 @@ def _policies(pool: pb.GetPoolResponse) -> FittedTable:
                 not p.HasField("lease"),
             )
         )
-    table = FittedTable("policies", _POLICY_COLUMNS, caption=_more(more))
+    columns = (
+        ColumnSpec("policy", lambda p: p.policy),
+        ColumnSpec("served", lambda p: _served(pool, p), is_prose=True),
+        ColumnSpec("newest", lambda p: str(p.last_version), 2),
+        ColumnSpec("keeps", _kept, 3),
+        ColumnSpec("owner", _owner, 1),
+    )
+    table = FittedTable("policies", columns, caption=_more(more))
     told = _told_of(pool, "policy")
     for policy in policies[:_MAX_POLICIES]:
-        owner, notes = "-", []
-        if policy.HasField("lease"):
-            left = duration_from_proto(policy.lease.time_to_live)
-            owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
-        if (text := _missing_text(policy)) and policy.policy not in told:
-            notes.append(text)
-        served = _served(pool, policy)
-        trained_on = None
-        if policy.HasField("trained_on_base_version"):
-            trained_on = policy.trained_on_base_version
-        base = pool.version_vector.base
-        is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
-        if is_adapter and (trained_on is None or policy.over_another_base):
-            served += f" ({provenance(trained_on, base)})"
-        if policy.pinned_versions:
-            served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
-        keeps = "-"
-        if policy.num_retained:
-            keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
-        table.add_row(
-            policy.policy, served, str(policy.last_version), keeps, owner,
-            notes=[Text(note, "dim") for note in notes],
-        )  # fmt: skip
+        text = "" if policy.policy in told else _missing_text(policy)
+        table.add(policy, [Text(text, "dim")] if text else [])
     return table
 
 
+def _owner(policy: pb.Policy) -> str:
+    if not policy.HasField("lease"):
+        return "-"
+    left = duration_from_proto(policy.lease.time_to_live)
+    return f"{policy.lease.trainer_id} (lease {left:.0f} s)"
+
+
+def _kept(policy: pb.Policy) -> str:
+    if not policy.num_retained:
+        return "-"
+    return f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
+
+
 def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
-    """Format the version that the bare name stands for."""
+    """Format the version that the bare name stands for, and remarks on it."""
     is_base = policy.kind == types_pb2.POLICY_KIND_BASE and bool(pool.base_fingerprint)
+    served = "nothing yet"
     if policy.served_version or is_base:
-        return f"{policy.policy}@{policy.served_version}"
-    return "nothing yet"
+        served = f"{policy.policy}@{policy.served_version}"
+    is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
+    has_base = policy.HasField("trained_on_base_version")
+    if is_adapter and (not has_base or policy.over_another_base):
+        trained_on = policy.trained_on_base_version if has_base else None
+        served += f" ({provenance(trained_on, pool.version_vector.base)})"
+    if policy.pinned_versions:
+        served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
+    return served
 
 
 def _missing_text(policy: pb.Policy) -> str:
-    """Say that no replica holds what a policy serves; empty if one does."""
+    """Say that no replica holds what a policy serves, and what to do; empty if one does."""
+    name = policy.policy
     if policy.lost:
-        return _lost_text(policy)
+        is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER
+        order = f"weft forget {name}" if is_adapter else "weft rollback base --to 0"
+        what = f"{name}@{policy.served_version} is lost: no replica in contact holds it"
+        return f"{what}; push it again, or {order}"
     if not policy.publish_again_version:
         return ""
-    lost = f"{policy.policy}@{policy.publish_again_version}"
     asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
-    return f"{lost} is held by no replica: {asked}"
-
-
-def _lost_text(policy: pb.Policy) -> str:
-    """Say that a policy is lost, and how to restore or remove it."""
-    name = policy.policy
-    order = "weft rollback base --to 0"
-    if policy.kind == types_pb2.POLICY_KIND_ADAPTER:
-        order = f"weft forget {name}"
-    what = f"{name}@{policy.served_version} is lost: no replica in contact holds it"
-    return f"{what}; push it again, or {order}"
+    return f"{name}@{policy.publish_again_version} is held by no replica: {asked}"
 
 
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:

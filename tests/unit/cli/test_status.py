@@ -221,8 +221,10 @@ def test_of_what_was_not_listed_in_time_the_number_is_shown() -> None:
 def test_what_is_wrong_is_said_first_and_once() -> None:
     why = "lacks math@3, which no replica in contact holds"
     pool = pb.GetPoolResponse(version_vector=vector(7), num_more_problems=4)
-    pool.problems.add(severity=pb.PROBLEM_SEVERITY_ERROR, subject="replica-1", message=f"r: {why}")
-    pool.problems.add(subject="math", message="math@3 is lost: push it again")
+    pool.problems.add(
+        severity=pb.PROBLEM_SEVERITY_ERROR, replica_id="replica-1", message=f"r: {why}"
+    )
+    pool.problems.add(policy="math", message="math@3 is lost: push it again")
     for number in range(2):
         one = pool.replicas.add()
         one.CopyFrom(replica(number, vector(7)))
@@ -264,18 +266,6 @@ def test_of_the_problems_that_are_not_told_the_errors_are_counted(
     for number in range(50):
         pool.problems.add(severity=pb.PROBLEM_SEVERITY_ERROR, message=f"problem {number}")
     assert said in "\n".join(map(str.rstrip, shown(pool).splitlines()))
-
-
-def test_of_a_coordinator_that_sends_no_problems_the_others_are_told() -> None:
-    pool = pb.GetPoolResponse(version_vector=vector(7), unused_files=["access.toml: no role"])
-    conflict = pool.policies.add(policy="math", last_version=2).conflicts.add(version=2)
-    for digest, holder in ((b"\x01", "r0"), (b"\x02", "r1")):
-        conflict.contents.add(content_digest=digest, replica_ids=[holder])
-    lines = shown(pool, 200).splitlines()
-    assert lines[1].startswith("the coordinator does not use this file")
-    assert lines[1].endswith("access.toml: no role")
-    assert lines[2].startswith("math@2 is not served, for replicas hold other bytes")
-    assert lines[2].endswith("01 at r0; 02 at r1. Push math again")
 
 
 def test_mixed_weights_are_no_version() -> None:

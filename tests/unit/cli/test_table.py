@@ -19,8 +19,8 @@ from weft_rl.cli.console.table import ColumnSpec, FittedTable, fitting_columns, 
 COLUMNS = (
     ColumnSpec("replica"),
     ColumnSpec("state", is_prose=True),
-    ColumnSpec("address", 1),
-    ColumnSpec("bytes", 2, is_number=True),
+    ColumnSpec("address", rank=1),
+    ColumnSpec("bytes", rank=2, is_number=True),
 )
 URL = "http://weft-replicas-0.weft-replicas.rl.svc:8000"
 WHY = "it lacks math@3, which no replica in contact holds"

@@ -61,20 +61,6 @@ def print_json(facts: Message | Mapping[str, Any]) -> None:
     print(json.dumps(known), flush=True)
 
 
-def report(json_output: bool, text: str, *messages: Message) -> None:
-    """Print that an order was carried out.
-
-    Args:
-        json_output: True to print the fields of ``messages`` as one object.
-        text: Sentence for people, with markup.
-        messages: The request and the response.
-    """
-    if json_output:
-        print_json({name: value for m in messages for name, value in as_dict(m).items()})
-    else:
-        print_text(text)
-
-
 def print_error(error: WeftError, *, json_output: bool) -> None:
     """Print on standard error, in one line, what failed and what to do about it."""
     if json_output:

@@ -3,9 +3,9 @@ out instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -25,6 +25,8 @@ class ColumnSpec:
     """Name and treatment of a column."""
 
     name: str
+    cell: Callable[[Any], str | Text] = str
+    """Function of a row's value that returns the text of its cell; see ``FittedTable.add``."""
     rank: int = 0
     """Order in which columns get room on a narrow terminal; those of rank 0 are always shown."""
     is_prose: bool = False
@@ -80,6 +82,10 @@ class FittedTable:
         self._empty = empty
         self._rows: list[list[Text]] = []
         self._notes: list[Text] = []
+
+    def add(self, value: Any, notes: Sequence[Text] = ()) -> None:
+        """Add a row of the cells that the columns make of a value; see ``add_row``."""
+        self.add_row(*(column.cell(value) for column in self._columns), notes=notes)
 
     def add_row(self, *cells: str | Text, notes: Sequence[Text] = ()) -> None:
         """Add a row.

@@ -1,19 +1,30 @@
-"""Commands with options that their functions do not spell out: those of a config's settings."""
+"""Commands with options that their functions do not spell out: of a config, or of all that ask the
+coordinator."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from google.protobuf.message import Message
+from rich.console import RenderableType
+from rich.text import Text
 
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, Wide
+from weft_rl.cli.console.output import connect, print_json, print_text
+from weft_rl.cli.console.table import listing_console
 from weft_rl.contract.options import SettingSpec, settings_of
+from weft_rl.rpc.codec import as_dict
 
 #: Function that typer makes a command of.
 Command = Callable[..., None]
+#: Text, with markup, or table for people, and the messages whose fields programs get as one object;
+#: none for a remark that is for people only.
+Printed = tuple[RenderableType, *tuple[Message, ...]]
 #: A larger upper bound is not in the help, which it would only make wider.
 _MOST_SHOWN = 100_000
 
@@ -47,6 +58,38 @@ def command_like(
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__signature__ = signature  # type: ignore[attr-defined]
     return command
+
+
+def pool_command(function: Callable[..., Iterator[Printed]], *, has_table: bool = False) -> Command:
+    """Make a command of a function that takes a channel to the coordinator and yields its output.
+
+    The command has the options --coordinator and --json, and --wide if it prints tables. Calls that
+    fail raise a typed error.
+    """
+    common = [each for each in parameters_of(_common) if has_table or each.name != "wide"]
+
+    def called(given: dict[str, Any]) -> None:
+        own = {each.name: given.pop(each.name) for each in common}
+        with connect(own["coordinator"]) as channel:
+            for shown, *messages in function(channel, **given):
+                if own["json_output"]:
+                    if messages:
+                        print_json({k: v for each in messages for k, v in as_dict(each).items()})
+                elif isinstance(shown, str | Text):
+                    print_text(shown)
+                else:
+                    listing_console(wide=own["wide"]).print(shown)
+
+    return command_like(function, [*parameters_of(function)[1:], *common], called)
+
+
+def _common(
+    *,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    wide: Wide = False,
+    json_output: Json = False,
+) -> None:
+    """Declare the options; the function itself is never called."""
 
 
 def with_settings(config: type[Any]) -> Callable[[Command], Command]:
