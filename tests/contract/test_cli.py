@@ -19,8 +19,7 @@ import pytest_asyncio
 from tests.contract.conftest import Pool
 from tests.contract.test_access import TOKEN, TOKEN_ACCESS, Secured
 from tests.doubles.certificates import Authority
-from weft_rl.cli.doctor.connection import check_connection, check_own
-from weft_rl.cli.doctor.finding import Finding
+from weft_rl.cli.doctor import Finding, check_connection, check_own
 from weft_rl.rpc.security.credentials import Credentials
 
 _SECONDS = 60.0

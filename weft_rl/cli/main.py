@@ -166,7 +166,7 @@ def doctor(
 
     Each failure comes with what to do. Ends with 1 if a check fails.
     """
-    from weft_rl.cli.doctor.main import run_doctor
+    from weft_rl.cli.doctor import run_doctor
 
     is_well = run_doctor(
         coordinator,
