@@ -182,11 +182,11 @@ class GpuPool:
     def stop(self) -> None:
         """End every process, and print what one that had ended already said last."""
         for process in (self._coordinator, *self.replicas.values()):
-            if process is not None and process.exit_code is not None:
-                print(f"{process.name} had ended, exit code {process.exit_code}:\n"
+            if process is not None and process.poll() is not None:
+                print(f"{process.name} had ended, exit code {process.returncode}:\n"
                       f"{process.tail(40)}", flush=True)  # fmt: skip
         for process in self.replicas.values():
-            process.signal_quietly(15)
+            process.send_signal(15)
         for process in self.replicas.values():
             process.stop()
         if self._coordinator is not None:

@@ -21,7 +21,7 @@ from tests.architectures.specs import Architecture
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
 from tests.models import LAYERS
 from trainer_side import ImagePrompt, Publisher, RolloutClient, Sampling, WeftError
-from weft_rl.cli.demo.openai_client import complete
+from weft_rl.cli.demo.main import complete
 
 #: Of images that a model with an encoder is asked about, at every step the same.
 IMAGE_SEEDS = (1, 2)

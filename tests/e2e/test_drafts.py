@@ -28,7 +28,7 @@ from tests.e2e.replicas import (
     wait_ready,
 )
 from trainer_side import Publisher
-from weft_rl.cli.demo.openai_client import Answer, complete
+from weft_rl.cli.demo.main import Answer, complete
 from weft_rl.cli.demo.processes import Process
 from weft_rl.cli.orders import rollback
 from weft_rl.cli.status import stale_draft

@@ -29,7 +29,7 @@ from tests.e2e.replicas import (
 from tests.unit.docs.pages import page
 from trainer_side import Publisher, RolloutClient
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR as DEFAULT
-from weft_rl.cli.demo.openai_client import complete
+from weft_rl.cli.demo.main import complete
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELM = EXAMPLES.parent / "helm"

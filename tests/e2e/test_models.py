@@ -18,7 +18,7 @@ from tests.e2e.replicas import (
     running_replicas,
 )
 from trainer_side import Publisher
-from weft_rl.cli.demo.openai_client import complete
+from weft_rl.cli.demo.main import complete
 
 #: vLLM against Hugging Face in fp32.
 BOUND = 5e-5

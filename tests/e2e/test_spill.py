@@ -86,7 +86,7 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
             """At the first token."""
             if not told:
                 told.append(signal.SIGTERM)
-                again.signal_quietly(told[0])
+                again.send_signal(told[0])
 
         assert stream(url, _NUM_TOKENS, stop_it) == (_NUM_TOKENS, "length")
         line = again.line(lambda text: text.startswith("ended: "), _END_SECONDS)

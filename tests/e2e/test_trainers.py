@@ -21,7 +21,7 @@ from tests.integration.models import peft_of
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
 from trainer_side.params.names import base_name_in_peft
-from weft_rl.cli.demo.openai_client import complete
+from weft_rl.cli.demo.main import complete
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
 #: In CI, one of each way to lie: whole, flat runs, rows, padded runs.

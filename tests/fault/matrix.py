@@ -116,7 +116,7 @@ class Case:
         """One process, or several ranks; all of the former ones end."""
         for name in self.trainer:
             if name in self.processes:
-                self.processes[name].signal_quietly(signal.SIGKILL)
+                self.processes[name].send_signal(signal.SIGKILL)
         self.num_trainers += 1
         store = str(self.work / f"store-{self.num_trainers}")
         most = ROLES[self.strike.role].max_senders

@@ -39,7 +39,7 @@ class Replicas:
 
     def close(self):
         for process in (*self.processes.values(), self.coordinator):
-            process.signal_quietly(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
             process.stop()
 
 

@@ -54,7 +54,7 @@ class StruckPool:
         ended = [
             name
             for name in REPLICAS
-            if name not in self._replicas or self._replicas[name].exit_code is not None
+            if name not in self._replicas or self._replicas[name].poll() is not None
         ]
         for name in ended:  # side by side
             self._start(name)

@@ -65,7 +65,7 @@ def demo(work: Path) -> Iterator[tuple[str, list[Target]]]:
                 break
         yield coordinator, targets
     finally:
-        process.signal_quietly(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         try:
             process.wait(_STOP_SECONDS)
         finally:

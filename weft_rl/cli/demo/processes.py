@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def interrupt_once(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-class Process:
+class Process(subprocess.Popen[str]):
     """Child process whose output goes to a log file and is read line by line.
 
     It gets SIGTERM when the thread that made it ends, even by SIGKILL.
@@ -45,15 +45,13 @@ class Process:
         self.name = name
         self.log_path = log_dir / f"{name}.log"
         self._log = self.log_path.open("w")
-        self._process = self._start(args, env)
+        super().__init__(
+            [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, **env}, start_new_session=True,
+        )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-
-    def tell(self, line: str) -> None:
-        """Write a line to its standard input."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
 
     def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
         """Return the next wanted line of its output.
@@ -67,7 +65,7 @@ class Process:
             try:
                 line = self._lines.get(timeout=0.1)
             except queue.Empty:
-                if self._process.poll() is not None:
+                if self.poll() is not None:
                     raise WeftError(f"{self.name} ended early:\n{self.tail()}") from None
                 continue
             if wanted(line):
@@ -87,6 +85,12 @@ class Process:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self.stdin is not None
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
+
     def ask(self, line: str, timeout_seconds: float) -> dict[str, Any]:
         """Write a line to its standard input and return its answer."""
         self.tell(line)
@@ -102,29 +106,10 @@ class Process:
         lines = [line for line in self.log_path.read_text().splitlines() if text in line]
         return lines[-1].partition(text)[2] if lines else ""
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code once it has ended: less than 0 if a signal ended it."""
-        return self._process.poll()
-
-    def signal_quietly(self, signum: int) -> None:
-        """Send a signal if it still runs."""
-        if self._process.poll() is None:
-            self._process.send_signal(signum)
-
     def signal(self, signum: int, timeout_seconds: float) -> int:
         """Send a signal and wait for the end; returns the exit code."""
-        self._process.send_signal(signum)
-        return self._process.wait(timeout_seconds)
-
-    def wait(self, timeout_seconds: float) -> int:
-        """Wait for its end; returns the exit code."""
-        return self._process.wait(timeout_seconds)
+        self.send_signal(signum)
+        return self.wait(timeout_seconds)
 
     def kill(self) -> None:
         """End it by SIGKILL, without a chance to say goodbye."""
@@ -133,26 +118,19 @@ class Process:
 
     def stop(self) -> None:
         """End it and, if need be, what it started: TERM first, KILL after 8 s."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        if self.poll() is None:
+            self.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(_STOP_SECONDS)
+                self.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
+                os.killpg(self.pid, signal.SIGKILL)
+                self.wait()
+        for stream in (self.stdin, self.stdout, self._log):
             if stream is not None:
                 stream.close()
 
-    def _start(self, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, **env}, start_new_session=True,
-        )  # fmt: skip
-
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self.stdout is not None
+        for line in self.stdout:
             self._log.write(line)
             self._lines.put(line.rstrip("\n"))

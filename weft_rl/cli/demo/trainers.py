@@ -8,8 +8,10 @@ version, as it was saved. At a line "again" the base's trainer pushes the same w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ import torch
 
 from trainer_side import PolicyVersion, Publisher, PushResult
 from weft_rl.cli.demo.tiny_model import VOCAB_SIZE, load_model
+
+#: Function of a publisher, the push's number and the base to train on; None pushes anew.
+Push = Callable[[Publisher, int, PolicyVersion | None], PushResult]
 
 _STEPS = 4
 _LEARNING_RATE = 3e-2
@@ -37,8 +42,8 @@ def train(model: Any, seed: int) -> None:
     model.eval()
 
 
-def lora_trainer(coordinator: str, model_path: Path, out: Path) -> None:
-    """Train a LoRA adapter with PEFT; push it as ``math``."""
+def lora_trainer(model_path: Path, out: Path) -> Push:
+    """Return a push of the LoRA adapter ``math``, trained with PEFT."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -58,25 +63,25 @@ def lora_trainer(coordinator: str, model_path: Path, out: Path) -> None:
         model.save_pretrained(out / str(result.version))
         return result
 
-    _serve("lora-trainer", coordinator, push)
+    return push
 
 
-def base_trainer(coordinator: str, model_path: Path, out: Path) -> None:
-    """Fine-tune every weight with plain torch; push the base."""
+def base_trainer(model_path: Path, out: Path) -> Push:
+    """Return a push of the base, every weight of which is fine-tuned with plain torch."""
     model = load_model(model_path)
 
     def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> PushResult:
-        if base is not None:
-            train(model, seed=100 + number)
+        if base is None:
+            return publisher.push_base(model)
+        train(model, seed=100 + number)
         result = publisher.push_base(model)
-        if base is not None:
-            model.save_pretrained(out / str(result.version))
+        model.save_pretrained(out / str(result.version))
         return result
 
-    _serve("base-trainer", coordinator, push)
+    return push
 
 
-def _serve(trainer_id: str, coordinator: str, push: Any) -> None:
+def _serve(trainer_id: str, coordinator: str, push: Push) -> None:
     with Publisher(coordinator, trainer_id=trainer_id, timeout_seconds=60) as publisher:
         print(json.dumps({"ready": True}), flush=True)
         for number, line in enumerate(sys.stdin):
@@ -84,21 +89,13 @@ def _serve(trainer_id: str, coordinator: str, push: Any) -> None:
             if order not in ("push", "again"):
                 break
             version, report = push(publisher, number, PolicyVersion.parse(base) if base else None)
-            answer = {
-                "version": str(version),
-                "bytes": report.total_bytes,
-                "seconds": report.seconds,
-                "forming_seconds": report.forming_seconds,
-                "staging_seconds": report.staging_seconds,
-                "committing_seconds": report.committing_seconds,
-                "pause_seconds": report.pause_seconds,
-                "vllm_imported": "vllm" in sys.modules,
-            }
+            loaded = {"vllm_imported": "vllm" in sys.modules}
+            answer = {"version": str(version)} | dataclasses.asdict(report) | loaded
             print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
     kind, target, model_dir, out_dir = sys.argv[1:]
     torch.set_num_threads(1)
-    run = {"lora": lora_trainer, "base": base_trainer}[kind]
-    run(target, Path(model_dir), Path(out_dir))
+    trainer = {"lora": lora_trainer, "base": base_trainer}[kind]
+    _serve(f"{kind}-trainer", target, trainer(Path(model_dir), Path(out_dir)))

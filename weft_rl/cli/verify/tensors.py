@@ -85,14 +85,10 @@ def read_checkpoint(path: Path, progress: ShownProgress) -> LocalTensors:
     settings = read_json(config) if path.is_dir() and config.is_file() else {}
     read = _read(path, model_files(path), progress)
     head = next((tensor for tensor in read.tensors if tensor.name == _HEAD), None)
-    is_copy = head is not None and _is_copy(head, read)
+    others = (tensor for tensor in read.tensors if tensor.name != _HEAD)
+    is_copy = any(replace(tensor, name=_HEAD) == head for tensor in others)
     tied = frozenset({_HEAD} if is_copy or settings.get("tie_word_embeddings") else ())
     return replace(read, tied=tied, num_layers=num_layers_of(settings))
-
-
-def _is_copy(head: StoredTensor, of: LocalTensors) -> bool:
-    """Return whether a tensor equals another one of the same files."""
-    return any(replace(tensor, name=head.name) == head for tensor in of.tensors if tensor != head)
 
 
 def read_adapter(path: Path, progress: ShownProgress) -> LocalTensors:
