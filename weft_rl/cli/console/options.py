@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Annotated, Any
 
 import typer
@@ -43,41 +44,32 @@ Coordinator = Annotated[
         help="Address of the coordinator.",
     ),
 ]
-PolicyName = Annotated[
-    str,
-    typer.Argument(
-        metavar="POLICY",
-        help="Name of an adapter, or 'base'.",
-        callback=_checked(check_name, "policy"),
-    ),
-]
+
+
+def _named(what: str, text: str) -> Any:
+    check = _checked(check_name, what)
+    return typer.Argument(metavar=what.upper(), help=text, callback=check)
+
+
+PolicyName = Annotated[str, _named("policy", "Name of an adapter, or 'base'.")]
 OptionalPolicyName = Annotated[
-    str,
-    typer.Argument(
-        metavar="POLICY",
-        help="Name of an adapter, or 'base'; default: all.",
-        callback=_checked(check_name, "policy"),
-    ),
+    str, _named("policy", "Name of an adapter, or 'base'; default: all.")
 ]
-AdapterName = Annotated[
-    str,
-    typer.Argument(
-        metavar="POLICY", help="Name of an adapter.", callback=_checked(check_name, "policy")
-    ),
-]
-ReplicaId = Annotated[
-    str,
-    typer.Argument(
-        metavar="REPLICA",
-        help="Name of the replica, as weft status shows it.",
-        callback=_checked(check_name, "replica"),
-    ),
-]
+AdapterName = Annotated[str, _named("policy", "Name of an adapter.")]
+ReplicaId = Annotated[str, _named("replica", "Name of the replica, as weft status shows it.")]
 Wide = Annotated[
     bool,
     typer.Option("--wide", help="Show every column in full, as where the output is no terminal."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+
+
+_CREDENTIALS = {
+    "tls_cert": "Certificate chain of this process, PEM.",
+    "tls_key": "Private key of that certificate, PEM.",
+    "tls_ca": "Certificates of the authorities that sign those of peers, PEM.",
+    "token_file": "File that holds the bearer token to send.",
+}
 
 
 def _keep(parameter: typer.CallbackParam, value: str | None) -> str | None:
@@ -87,33 +79,17 @@ def _keep(parameter: typer.CallbackParam, value: str | None) -> str | None:
     return value
 
 
-def _file(variable: str, text: str) -> Any:
-    return typer.Option(
+def _credential(name: str, text: str) -> Parameter:
+    option: Any = typer.Option(
         metavar="FILE",
-        envvar=variable,
+        envvar=VARIABLES[name],
         help=text,
         callback=_keep,
         expose_value=False,
         rich_help_panel=SECURITY,
     )
-
-
-def _credentials(
-    tls_cert: Annotated[
-        str | None, _file("WEFT_TLS_CERT", "Certificate chain of this process, PEM.")
-    ] = None,
-    tls_key: Annotated[
-        str | None, _file("WEFT_TLS_KEY", "Private key of that certificate, PEM.")
-    ] = None,
-    tls_ca: Annotated[
-        str | None,
-        _file("WEFT_TLS_CA", "Certificates of the authorities that sign those of peers, PEM."),
-    ] = None,
-    token_file: Annotated[
-        str | None, _file("WEFT_TOKEN_FILE", "File that holds the bearer token to send.")
-    ] = None,
-) -> None:
-    """Declare the options; the function itself is never called."""
+    annotation = Annotated[str | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 class CommandsWithCredentials(TyperGroup):
@@ -122,8 +98,13 @@ class CommandsWithCredentials(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        template = typer.Typer(add_completion=False)
-        template.command()(_credentials)
-        options = typer.main.get_command(template).params
+
+        def template() -> None:
+            """Take the options; it is never called."""
+
+        options = [_credential(name, text) for name, text in _CREDENTIALS.items()]
+        template.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        made = typer.Typer(add_completion=False)
+        made.command()(template)
         for command in self.commands.values():
-            command.params += options
+            command.params += typer.main.get_command(made).params
