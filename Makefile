@@ -87,6 +87,10 @@ fuzz: install  ## Generated requests against live services: make fuzz SECONDS=60
 fault: install  ## The whole kill matrix on real processes; writes its table (20 minutes).
 	$(BIN)/python -m tests.fault
 
+.PHONY: strikes
+strikes: install  ## Real processes struck at random times, every next push checked: make strikes SECONDS=600 SEED=1.
+	$(BIN)/python -m tests.strikes --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 fault-vllm: install  ## A part of it with real vLLM, engine and worker processes struck (4 minutes).
 	$(BIN)/python -m tests.fault.real
 

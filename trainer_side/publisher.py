@@ -100,7 +100,8 @@ class Publisher:
             pushed by one of its ranks.
         progress: "auto" shows on standard error what a push waits for and what it has sent: a bar
             on a terminal (if rich is installed), elsewhere a line every 10 s. None is silent. Or a
-            function of (version, buckets verified, buckets in all).
+            function of (version, buckets verified, buckets in all), and of ("reading ...", bytes
+            read, bytes in all) while the base of an adapter is read, once, to know its version by.
         on_publish_again: Called with a policy's name when no replica holds the version that the
             pool should serve any more (all were restarted, say), and this publisher owns the
             policy: once each time that is asked, at the sender, on a thread of its own, one call

@@ -54,9 +54,13 @@ from weft_rl.contract.replica_report import Sleep
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
-from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
 from weft_rl.transport.group import CPU, num_parked_groups
 from weft_rl.transport.one_sided.trial import TrialAnswerer
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class EngineDouble:
@@ -379,7 +383,7 @@ class EngineDouble:
                 name,
                 dtypes[name].safetensors_name,
                 tuple(tensor.shape),
-                tensor_digest(tensor.contiguous().view(-1).view(torch.uint8)),
+                tensor_digest(_bytes_of(tensor)),
             )
             for name, tensor in self._files.items()
         ]
@@ -464,8 +468,18 @@ class EngineDouble:
         )
 
     async def holds(self) -> dict[str, Any]:
-        """For tests: the first element of each base tensor, and what else is here."""
+        """For tests: the first element of each base tensor, the content digests of the base and of
+        each adapter, and what else is here."""
+        adapters = {
+            str(version): [tensor for _, tensor in entry.staged.tensors()]
+            for version, entry in self.store._adapters.items()
+        }
+        served = {"base": [*self.base.values()], **adapters}
         return {
+            "digests": {
+                name: content_digest([tensor_digest(_bytes_of(tensor)) for tensor in tensors]).hex()
+                for name, tensors in served.items()
+            },
             "firsts": sorted({float(t.flatten()[0]) for t in self.base.values()}),
             "is_whole": all(bool((t == t.flatten()[0]).all()) for t in self.base.values()),
             "staging_bytes": self.store.usage().staging_bytes - self.store._bases.num_bytes,

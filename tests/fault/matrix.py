@@ -10,22 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS
+from tests.fault.pool import LEASE_SECONDS, REPLICAS, STALL_SECONDS, PoolProcesses
 from tests.fault.strikes import HANG, LOOP, RETIRE, ROLES, VICTIM, Strike
-from tests.processes import members
 from weft_rl.cli.demo.processes import Process
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
-REPLICAS = ("replica-0", "replica-1", "replica-2")
 #: A push's deadline, and what an answer may take beyond it.
 PUSH_SECONDS, SLACK_SECONDS = 25.0, 5.0
 #: How long a stopped process stays stopped: longer than every limit below.
 STOP_SECONDS = 6.0
-#: The coordinator's: after so long without a word who hangs is waited for no more.
-STALL_SECONDS = 2.5
-LEASE_SECONDS = 4
 #: What anybody may wait beyond that, and what a push takes besides.
 PROMISED_SECONDS, A_PUSH_SECONDS = 2.0, 1.5
 #: Signals that leave a replica's process beating, by role: whoever waits must not for long.
@@ -38,11 +33,6 @@ _STUCK = {
 }
 #: How soon a replica ends by itself that has lost its worker.
 END_SECONDS = 10.0
-COORDINATOR = (
-    "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
-    "--lease-seconds", str(LEASE_SECONDS), "--stall-seconds", str(STALL_SECONDS),
-    "--retain-versions", "1", "--log-level", "warning",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,81 +48,44 @@ class Outcome:
     """From the strike until the next push was served."""
 
 
-class Case:
+class Case(PoolProcesses):
     """Processes of one case; ``run`` once, ``close`` always."""
 
     def __init__(self, strike: Strike, work: Path) -> None:
-        self.strike, self.work = strike, work
-        self.processes: dict[str, Process] = {}
+        super().__init__(work, strike.pool_env)
+        self.strike = strike
         #: Processes of the trainer, its sender first.
         self.trainer = ["trainer", "rank-1", "rank-2"][: ROLES[strike.role].num_ranks]
-        self.num_trainers = 0
-        self.listen = "127.0.0.1:0"
-        self.replaced: list[Process] = []
-        self.start_coordinator(armed=True)
+        self.armed = strike.process
+        self.start_coordinator()
         for name in REPLICAS:
-            self.start_replica(name, armed=name == VICTIM)
-        self.start_trainer(armed=True)
+            self.start_replica(name)
+        self.start_trainer()
+        self.armed = ""
         self.is_stuck = strike.signal in _STUCK.get(strike.role, ())
         if self.is_stuck or strike.point == RETIRE:
-            self._start("other", "tests.fault.trainer", self.listen, "--adapter", armed=False)
+            self.start("other", "tests.fault.trainer", self.listen, "--adapter")
             self.processes["other"].line(lambda text: text == "ready", 60)
 
-    def _start(self, name: str, module: str, *args: str, armed: bool) -> Process:
-        is_victim = armed and self.strike.process == name
-        entry = ("-m", "tests.fault.victims", module) if is_victim else ("-m", module)
-        if old := self.processes.get(name):
-            self.replaced.append(old)
-        number = len(self.replaced)
-        process = Process(
-            f"{name}-{number}",
-            (*entry, *args),
-            self.work,
-            {**self.strike.pool_env, **(self.strike.env if is_victim else {})},
-        )
-        self.processes[name] = process
-        return process
+    def start(self, name: str, module: str, *args: str, **env: str) -> Process:
+        """See ``PoolProcesses.start``: what is armed strikes itself."""
+        if name == self.armed:
+            module, args, env = "tests.fault.victims", (module, *args), {**env, **self.strike.env}
+        return super().start(name, module, *args, **env)
 
-    def start_coordinator(self, *, armed: bool) -> None:
-        args = (*COORDINATOR, "--listen", self.listen, "--catalog", str(self.work / "weft.db"))
-        process = self._start("coordinator", "weft_rl", *args, armed=armed)
-        line = process.line(lambda text: text.startswith("listening on "), 30)
-        self.listen = line.removeprefix("listening on ")
+    def start_replica(self, name: str, *options: str) -> None:
+        """Start a replica as the strike needs it."""
+        has = {
+            "--worker": self.strike.role.startswith("replica worker"),
+            "--ranks": self.strike.role.startswith("replica rank") and name == VICTIM,
+            "--in-place": self.strike.in_place,
+            "--sleeps": self.strike.asleep,
+        }
+        super().start_replica(name, *options, *(option for option, is_set in has.items() if is_set))
 
-    def start_replica(self, name: str, *, armed: bool) -> None:
-        args = [self.listen, name, str(NUM_TENSORS), str(ELEMENTS), "--keep"]
-        if self.strike.role.startswith("replica worker"):
-            args.append("--worker")
-        if self.strike.role.startswith("replica rank") and name == VICTIM:
-            args.append("--ranks")
-        if self.strike.in_place:
-            args.append("--in-place")
-        if self.strike.asleep:
-            args.append("--sleeps")
-        process = self._start(name, "tests.doubles.replica_process", *args, armed=armed)
-        process.line(lambda text: text == "ready", 60)
-
-    def start_trainer(self, *, armed: bool) -> None:
-        """One process, or several ranks; all of the former ones end."""
-        for name in self.trainer:
-            if name in self.processes:
-                self.processes[name].send_signal(signal.SIGKILL)
-        self.num_trainers += 1
-        store = str(self.work / f"store-{self.num_trainers}")
-        most = ROLES[self.strike.role].max_senders
-        for rank, name in enumerate(self.trainer):
-            args = [str(rank), store, str(len(self.trainer)), str(most)]
-            args = args if len(self.trainer) > 1 else []
-            self._start(name, "tests.fault.trainer", self.listen, *args, armed=armed)
-        for name in self.trainer:
-            self.processes[name].line(lambda text: text == "ready", 60)
-
-    def close(self) -> None:
-        for process in (*self.processes.values(), *self.replaced):
-            for pid in members(process.pid):  # its workers, too
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.stop()
+    def start_trainer(self) -> None:
+        """Start the trainer, of one process or several ranks; all of the former ones end."""
+        self.start_ranks(self.trainer, ROLES[self.strike.role].max_senders)
 
     # -- one run ---------------------------------------------------------------
 
@@ -165,7 +118,7 @@ class Case:
             if "version" in answer:
                 pushed[answer["version"]] = 2.0
         if died in self.trainer:  # whoever runs a trainer starts all its ranks again
-            self.start_trainer(armed=False)
+            self.start_trainer()
         if self.is_stuck:
             most = STALL_SECONDS + PROMISED_SECONDS + A_PUSH_SECONDS
             assert push_seconds <= most, f"the push has waited for what hangs: {push_seconds:.1f} s"
@@ -243,15 +196,16 @@ class Case:
             # A replica whose worker was killed ends by itself, as vLLM's does.
             self.processes[name].wait(END_SECONDS)
         if name == "coordinator":
-            self.start_coordinator(armed=False)
+            self.start_coordinator()
         elif name == VICTIM:
-            self.start_replica(name, armed=False)
+            self.start_replica(name)
 
     def _check(self, version: int, pushed: dict[int, float]) -> None:
         """Exactly one committed version is served, by all, with the bytes it was given."""
         with open_channel(self.listen) as channel:
             stub = InspectServiceStub(channel)
-            pool = self._settled(stub, version)
+            pool = self.settled(stub)
+            assert pool.version_vector.base == version
             versions = stub.ListVersions(
                 inspect_pb2.ListVersionsRequest(policy="base"), timeout=5
             ).versions
@@ -281,18 +235,3 @@ class Case:
                 return
             assert time.monotonic() < deadline, f"{name} holds staged bytes"
             time.sleep(0.2)
-
-    def _settled(
-        self, stub: InspectServiceStub, version: int, seconds: float = 20.0
-    ) -> inspect_pb2.GetPoolResponse:
-        """The pool once every replica is ready: one that missed the push caught up."""
-        deadline = time.monotonic() + seconds
-        while True:
-            pool = stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=5)
-            ready = [r for r in pool.replicas if r.state == inspect_pb2.REPLICA_STATE_READY]
-            if len(ready) == len(REPLICAS) and not pool.active_transfers:
-                assert pool.version_vector.base == version
-                return pool
-            states = [(r.replica_id, r.state, r.state_reason) for r in pool.replicas]
-            assert time.monotonic() < deadline, f"the pool did not settle: {states}"
-            time.sleep(0.1)

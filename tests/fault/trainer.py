@@ -4,22 +4,29 @@
 VALUE TIMEOUT" of its standard input is one push; it answers one line of JSON. "sleep" puts the
 replicas on its GPU to sleep until "wake". With RANK it is
 one of SIZE, which meet in the file STORE and hold an equal part of each tensor. With --adapter
-it is another trainer, which pushes an adapter to whoever is there.
+[POLICY] it is another trainer, which pushes an adapter ("math" by default) to whoever is there.
+
+The first SIGINT while a push runs interrupts it as Ctrl-C does; at other times it is ignored. Where
+the environment names a file in WEFT_TEST_ACKNOWLEDGED, each push that has returned adds a line to
+it: policy, version and the digest of what was pushed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -27,6 +34,10 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.doubles.replica_weights import BUCKET_BYTES, model
 from trainer_side import Publisher, rollout_sleep
 from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.digests.wsum64 import content_digest, digests_of
+
+_ACKNOWLEDGED = "WEFT_TEST_ACKNOWLEDGED"
 
 
 def sharded(whole: nn.Module) -> nn.Module:
@@ -42,49 +53,91 @@ def sharded(whole: nn.Module) -> nn.Module:
     return whole
 
 
-def write_adapter(directory: Path) -> Path:
+def write_adapter(directory: Path, value: float = 1.0) -> Path:
     """An adapter of the double's only layer that may have one."""
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     prefix = "base_model.model.layers.0.q_proj"
     tensors = {
-        f"{prefix}.lora_A.weight": torch.ones(4, 64),
+        f"{prefix}.lora_A.weight": torch.full((4, 64), value),
         f"{prefix}.lora_B.weight": torch.ones(64, 4),
     }
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
 
 
+class Interrupts:
+    """Handler of SIGINT, which interrupts what runs inside the ``with``, once."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        is_inside, self._is_inside = self._is_inside, False
+        if is_inside:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._is_inside = True
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_inside = False
+
+
 def push(
-    publisher: Publisher, value: float, timeout_seconds: float, adapter: Path | None = None
+    publisher: Publisher,
+    value: float,
+    timeout_seconds: float,
+    adapter: Path | None = None,
+    policy: str = "math",
 ) -> dict[str, Any]:
     """One push; how it ended."""
     began = time.time()
     try:
         if adapter is not None:
+            write_adapter(adapter, value)
             version = publisher.push_adapter(
-                adapter, "math", timeout_seconds=timeout_seconds
+                adapter, policy, timeout_seconds=timeout_seconds
             ).version
         else:
             weights = sharded(model(value)) if dist.is_initialized() else model(value)
             version = publisher.push_base(weights, timeout_seconds=timeout_seconds).version
+        _acknowledge(version, value, adapter)
         outcome: dict[str, Any] = {"version": version.version}
     except WeftError as error:
         outcome = {"error": error.reason, "message": error.message}
     return {**outcome, "began": began, "ended": time.time()}
 
 
+def _acknowledge(version: PolicyVersion, value: float, adapter: Path | None) -> None:
+    """Write down that the push of a version has returned, where a file is named for that."""
+    if _ACKNOWLEDGED not in os.environ:
+        return
+    if adapter is None:
+        tensors = [parameter.detach() for parameter in model(value).parameters()]
+    else:
+        tensors = list(load_file(adapter / "adapter_model.safetensors").values())
+    digest = content_digest(digests_of(tensors)).hex()
+    file = os.open(os.environ[_ACKNOWLEDGED], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, f"{version.policy} {version.version} {digest}\n".encode())
+    os.fsync(file)
+    os.close(file)
+
+
 def main() -> None:
-    """Serve until standard input closes."""
+    """Serve until standard input closes, or has said "end"."""
     rollout_sleep.used_gpus = lambda: ["GPU-a"]
     coordinator, *ranked = sys.argv[1:]
     max_senders = None
-    if ranked == ["--adapter"]:
+    if ranked[:1] == ["--adapter"]:
+        policy = ranked[1] if len(ranked) > 1 else "math"
+        name = "trainer-b" if policy == "math" else f"trainer-of-{policy}"
         with (
             tempfile.TemporaryDirectory() as directory,
-            Publisher(coordinator, trainer_id="trainer-b", require=1, progress=None) as publisher,
+            Publisher(coordinator, trainer_id=name, require=1, progress=None) as publisher,
         ):
-            _serve(publisher, write_adapter(Path(directory)))
+            _serve(publisher, Path(directory), policy)
         return
     if ranked:
         rank, store, size, max_senders = int(ranked[0]), ranked[1], int(ranked[2]), int(ranked[3])
@@ -101,10 +154,13 @@ def main() -> None:
     sys.stdout.flush()
 
 
-def _serve(publisher: Publisher, adapter: Path | None = None) -> None:
+def _serve(publisher: Publisher, adapter: Path | None = None, policy: str = "base") -> None:
+    interrupts = Interrupts()
     print("ready", flush=True)
     asleep = contextlib.ExitStack()
     for line in sys.stdin:
+        if line == "end\n":
+            return
         what, value, timeout_seconds = line.split()
         if what == "sleep":
             names = asleep.enter_context(publisher.rollouts_asleep())
@@ -113,7 +169,11 @@ def _serve(publisher: Publisher, adapter: Path | None = None) -> None:
             asleep.close()
             outcome = {"asleep": (), "ended": time.time()}
         else:
-            outcome = push(publisher, float(value), float(timeout_seconds), adapter)
+            try:
+                with interrupts:
+                    outcome = push(publisher, float(value), float(timeout_seconds), adapter, policy)
+            except KeyboardInterrupt:
+                outcome = {"error": "KeyboardInterrupt", "ended": time.time()}
         print(json.dumps(outcome), flush=True)
 
 

@@ -82,4 +82,7 @@ def test_the_first_push_of_an_adapter_waits_for_its_bases_checkpoint(tmp_path, m
                 report = publisher.push_adapter(tmp_path / "adapter", "math").report
                 assert report.remarks == ()
     assert len(numbers) == 1
-    assert f"push of math: reading {tmp_path}, to know its base by" in capsys.readouterr().err
+    assert (
+        f"push of math: reading {tmp_path}, to know the base's version by"
+        in capsys.readouterr().err
+    )

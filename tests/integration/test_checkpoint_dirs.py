@@ -20,7 +20,12 @@ from tests.doubles.pool import running_pool
 from tests.integration.models import HIDDEN, Model, lora, peft_of, same, weights
 from trainer_side import Publisher, PushOptions
 from trainer_side.packing.packer import Packer
-from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError, WeftError
+from weft_rl.contract.errors import (
+    InvalidManifestError,
+    InvalidRequestError,
+    ModelChangedError,
+    WeftError,
+)
 from weft_rl.contract.tensors import DataType
 
 Tensors = dict[str, torch.Tensor]
@@ -395,6 +400,50 @@ def test_a_head_that_the_pool_has_and_the_model_has_not_is_missed_by_name(
 ) -> None:
     with pytest.raises(InvalidManifestError, match=r"'lm_head\.weight' is missing"):
         untied[1].push_base(Model(1))
+
+
+# -- files that change during a push -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stray", ["model.safetensors", "adapter_model.safetensors", "state.json"])
+def test_a_file_that_is_not_read_may_be_written_during_the_push(
+    served: tuple[EngineDouble, Publisher],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stray: str,
+) -> None:
+    engine, publisher = served
+    path, pack = _indexed(tmp_path / "m", weights(Model(8))), Packer.pack
+    (path / stray).unlink(missing_ok=True)
+
+    def beside(*given: Any, **more: Any) -> Any:
+        save(path, {stray: _LEFT_OVER})
+        return pack(*given, **more)
+
+    monkeypatch.setattr(Packer, "pack", beside)
+    publisher.push_base(path)
+    assert same(engine.base, weights(Model(8)))
+
+
+@pytest.mark.parametrize("written", [INDEX, "config.json"])
+def test_a_file_that_is_read_may_not(
+    served: tuple[EngineDouble, Publisher],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: str,
+) -> None:
+    engine, publisher = served
+    before = {name: tensor.clone() for name, tensor in engine.base.items()}
+    path, pack = _indexed(tmp_path / "m", weights(Model(9))), Packer.pack
+
+    def inside(*given: Any, **more: Any) -> Any:
+        (path / written).write_text("{}")
+        return pack(*given, **more)
+
+    monkeypatch.setattr(Packer, "pack", inside)
+    with pytest.raises(ModelChangedError, match=f"file '{written}' of"):
+        publisher.push_base(path)
+    assert same(engine.base, before)
 
 
 # -- dtypes --------------------------------------------------------------------------------------

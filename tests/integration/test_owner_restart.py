@@ -3,24 +3,34 @@ double has no GPU, and notes what it is told."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
-from tests.integration.models import Model, until, weights
+from tests.integration.models import Model, peft_of, same, until, weights
 from tests.integration.test_restart import policy
 from trainer_side import Publisher, rollout_sleep
+from trainer_side.packing.packer import Packer
+from weft_rl.contract.errors import PolicyOwnedError, WeftError
 
 LEASE_SECONDS = 1.5
+#: A lease that a trainer renews in time on a busy machine, too: gRPC may wait for 2 s before it
+#: connects again.
+LONG_LEASE_SECONDS = 4.0
+#: Of a push, and what its end may take beyond.
+PUSH_SECONDS, SLACK_SECONDS = 3.0, 5.0
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    settings = {"publish_again_after_seconds": 0.3, "lease_seconds": LEASE_SECONDS}
+def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pool]:
+    lease_seconds = getattr(request, "param", LEASE_SECONDS)
+    settings = {"publish_again_after_seconds": 0.3, "lease_seconds": lease_seconds}
     with running_pool(tmp_path / "weft.db", **settings) as running:
         yield running
 
@@ -120,3 +130,57 @@ def test_a_trainer_that_does_nothing_owns_its_policies_again_after_the_catalog_w
     _lose_catalog(pool, tmp_path)
     until(lambda: policy(pool, "base").lease.trainer_id == "trainer-a")
     assert publisher.push_base(Model(6)).version.version > first.version
+
+
+@pytest.mark.parametrize("pool", [LONG_LEASE_SECONDS], indirect=True)
+@pytest.mark.parametrize("away_seconds", [0.0, LONG_LEASE_SECONDS + 0.5])
+@pytest.mark.parametrize("where", ["sending", "committing"])
+def test_a_restart_in_mid_push_ends_it_in_time_and_takes_nothing_from_its_trainer(
+    pool: Pool,
+    engine: EngineDouble,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    away_seconds: float,
+) -> None:
+    """It is away for no time, or for longer than a lease lasts and a push may take."""
+    pending, back = [True], threading.Event()
+
+    def restart() -> None:
+        pool.stop_coordinator()
+        time.sleep(away_seconds)
+        pool.start_coordinator()
+        back.set()
+
+    owner, name = (Packer, "pack") if where == "sending" else (EngineDouble, "apply_base")
+    original = getattr(owner, name)
+
+    def struck(*given: Any, **more: Any) -> Any:
+        if pending and pool.coordinator is not None:
+            pending.clear()
+            threading.Thread(target=restart).start()
+        return original(*given, **more)
+
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+        before = publisher.push_base(Model(1)).version.version
+        publisher.push_adapter(peft_of(Model(1)), "math")
+        monkeypatch.setattr(owner, name, struck)
+        began, reason = time.monotonic(), ""
+        try:
+            pushed = publisher.push_base(Model(2), timeout_seconds=PUSH_SECONDS)
+            before = pushed.version.version
+        except WeftError as error:
+            reason = error.reason
+        assert reason != "INTERNAL"
+        assert time.monotonic() - began < PUSH_SECONDS + SLACK_SECONDS
+        assert not pending
+        assert back.wait(PUSH_SECONDS + SLACK_SECONDS + away_seconds)
+        for name in ("base", "math"):
+            until(lambda name=name: policy(pool, name).lease.trainer_id == "trainer-a")  # type: ignore[misc]
+        assert publisher.push_base(Model(3)).version.version > before
+        assert same(engine.base, weights(Model(3)))
+        assert str(publisher.push_adapter(peft_of(Model(3)), "math").version) == "math@2"
+        with (
+            Publisher(pool.target, trainer_id="trainer-b", timeout_seconds=20) as other,
+            pytest.raises(PolicyOwnedError, match="trainer-a"),
+        ):
+            other.push_base(Model(4))

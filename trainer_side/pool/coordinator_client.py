@@ -318,9 +318,11 @@ class CoordinatorClient:
                 return self.call(partial(call, token), deadline, waits_for)
             except LeaseFencedError as error:
                 # Expired while we were away (a long step under a debugger, a coordinator
-                # that lost its catalog): acquire it anew once, or learn who holds it.
-                self.leases.forget(policy)
-                if fenced or error.metadata.get("holder"):  # somebody took it over
+                # that lost its catalog): acquire it anew once, or learn who holds it. The
+                # renewal may have done so beside: the holder is this trainer then.
+                self.leases.forget(policy, token)
+                is_taken = error.metadata.get("holder", self.trainer_id) != self.trainer_id
+                if fenced or is_taken:
                     raise
                 fenced = True
 

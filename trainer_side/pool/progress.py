@@ -24,7 +24,7 @@ class PushReporter:
         """Report what the push waits for now."""
 
     def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
-        """Report how far the files of a checkpoint are read."""
+        """Report how far a base, or the files of a checkpoint, are read to know its version by."""
 
     def sends(self, version: str, total_bytes: int) -> Progress | None:
         """Report that ``version`` was begun; return the function that its sender tells which part
@@ -43,6 +43,9 @@ class _FunctionReporter(PushReporter):
     def __init__(self, function: UserProgress) -> None:
         self._function = function
 
+    def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
+        self._function(f"reading {name}", read_bytes, total_bytes)
+
     def sends(self, version: str, total_bytes: int) -> Progress:
         return lambda done, total: self._function(version, done, total)
 
@@ -60,7 +63,7 @@ class _StreamReporter(PushReporter):
         self._progress.step(f"waiting for {what}")
 
     def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
-        self._progress.step(f"reading {name}, to know its base by (once)", total_bytes)
+        self._progress.step(f"reading {name}, to know the base's version by (once)", total_bytes)
         self._progress.done(read_bytes)
 
     def sends(self, version: str, total_bytes: int) -> Progress:

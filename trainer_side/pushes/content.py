@@ -44,6 +44,7 @@ from trainer_side.sources.drafted_source import DraftedSource
 from trainer_side.sources.file_source import (
     CheckpointSource,
     adapter_of_dir,
+    adapter_states,
     base_of_dir,
     file_states,
 )
@@ -596,9 +597,9 @@ class FileAdapter(PushContent):
 
     def kept(self, memory: SnapshotMemory) -> KeptAdapter:
         """See ``Content.kept``: an adapter's files are read now."""
-        before, base = file_states(self.path), self.base
+        before, base = adapter_states(self.path), self.base
         adapter = adapter_of_dir(self.path, CastRule(), copy=memory.copy)
-        if file_states(self.path) != before:
+        if adapter_states(self.path) != before:
             raise model_changed([f"{self.path} was written"])
         return KeptAdapter(adapter, self.cast, self.remarks, base)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,9 @@ class BaseContent:
     """Base model, which knows the names of its checkpoint."""
     watcher: TensorWatcher
     """Watcher of its parameters and buffers, by its own names."""
+    on_reading: Callable[[int, int], None] = lambda read_bytes, total_bytes: None
+    """Function that is told before the first tensor and after each the bytes that are read, and the
+    bytes in all."""
 
     def digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
         """Digest all tensors by their checkpoint names; empty where they cannot be sent. Reads each
@@ -33,20 +36,31 @@ class BaseContent:
         Args:
             dtypes: Dtypes to cast floats to, by checkpoint name; the others stay as they are.
         """
-        try:
-            with reading("the base"):
-                return self._digests(dtypes)
-        except WeftError:  # on the meta device, of a dtype that cannot travel
-            return {}
+        found: dict[str, StoredTensor] = {}
+        steps = self._digests(dtypes, found)
+        while True:
+            try:
+                with reading("the base"):
+                    read = next(steps, None)
+            except WeftError:  # on the meta device, of a dtype that cannot travel
+                return {}
+            if read is None:
+                return found
+            self.on_reading(*read)
 
-    def _digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
+    def _digests(
+        self, dtypes: Mapping[str, DataType], found: dict[str, StoredTensor]
+    ) -> Iterator[tuple[int, int]]:
+        """Digest one tensor after the other into ``found``; yield the bytes that are read, and the
+        bytes in all."""
         params = WholeParams(self.watcher.tensors, "base")
         own = ModuleSource(self.module, params, CastRule())
         rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
         source = ModuleSource(self.module, params, CastRule(exceptions=rule))
         devices = {tensor.device for tensor in self.watcher.tensors.values()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        found: dict[str, StoredTensor] = {}
+        read_bytes, total_bytes = 0, sum(meta.num_bytes for meta in source.metas)
+        yield read_bytes, total_bytes
         for index, (meta, dtype) in enumerate(
             zip(source.metas, torch_dtypes(source.metas), strict=True)
         ):
@@ -57,8 +71,9 @@ class BaseContent:
             (digest,) = digests_of([held])
             name = meta.dtype.safetensors_name
             found[meta.name] = StoredTensor(meta.name, name, meta.shape, digest)
+            read_bytes += meta.num_bytes
+            yield read_bytes, total_bytes
         source.end_reading()
-        return found
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 from weft_rl.checkpoints.digest_cache import FileState
-from weft_rl.checkpoints.files import model_files, read_json, read_text
+from weft_rl.checkpoints.files import INDEX, model_files, read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.tensors import DataType, TensorMeta
 
-_ADAPTER_CONFIG = "adapter_config.json"
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _LORA_A = ".lora_A.weight"
 _BASE_ENDS = (".base_layer.weight", ".base_layer.bias", ".weight", ".bias")
@@ -39,8 +39,23 @@ def is_adapter_dir(path: Path) -> bool:
 
 
 def file_states(path: Path) -> dict[str, FileState | None]:
-    """Return the states of a checkpoint's files: those in its directory, or itself."""
-    files = [*path.glob("*.safetensors"), *path.glob("*.json")] if os.path.isdir(path) else [path]
+    """Return the states of the files that are read of a checkpoint: in its directory, or itself.
+    Others may come and go while it is pushed."""
+    if not os.path.isdir(path):
+        return _states([path])
+    try:
+        weights = model_files(path).files
+    except InvalidRequestError:  # the push says so when it opens them
+        weights = [*path.glob("*.safetensors")]
+    return _states([*weights, *(path / name for name in (_CONFIG, _ADAPTER_CONFIG, INDEX))])
+
+
+def adapter_states(path: Path) -> dict[str, FileState | None]:
+    """Return the states of the files that are read of an adapter that PEFT saved."""
+    return _states([path / _ADAPTER_CONFIG, path / _ADAPTER_WEIGHTS])
+
+
+def _states(files: Sequence[Path]) -> dict[str, FileState | None]:
     return {file.name: FileState.of(file) for file in sorted(files) if os.path.isfile(file)}
 
 
@@ -228,13 +243,13 @@ def _natural_key(name: str) -> list[tuple[int, int | str]]:
 
 def _ties_head(path: Path) -> bool:
     """Return whether the config says that the output layer is the embedding."""
-    config = path / "config.json"
+    config = path / _CONFIG
     is_told = path.is_dir() and config.is_file()
     return is_told and bool(read_json(config).get("tie_word_embeddings"))
 
 
 def _num_layers(path: Path) -> int:
-    config = path / "config.json"
+    config = path / _CONFIG
     return num_layers_of(read_json(config)) if path.is_dir() and config.is_file() else 0
 
 

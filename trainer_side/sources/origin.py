@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,8 @@ _MAX_CHECKPOINTS = 4
 _MAX_CONTENTS = 8
 # So often a push that waits for a checkpoint says how far its reading is.
 _REPORT_SECONDS = 0.2
+# Name of a base that is read in this process's memory.
+_LIVE_BASE = "the base model"
 
 #: Function that is told what is read, the bytes that are, and the bytes in all.
 OnReading = Callable[[str, int, int], None]
@@ -233,10 +236,14 @@ class KnownBases:
             deadline: ``time.monotonic()`` of the push.
             must_know: True if the push is refused unless the version is known.
             may_wait: False if nobody compares the version: then nothing is waited for.
-            on_reading: Called now and then while it blocks.
+            on_reading: Called now and then while it blocks: for its checkpoint, or for the base
+                itself.
         """
         if said is not None:
             return TrainingBase(said)
+        if base.content is not None:
+            content = replace(base.content, on_reading=partial(on_reading, _LIVE_BASE))
+            base = replace(base, content=content)
         known = self._of_module(base)
         if known is not None:
             version = self._by_content(base, known, base_checkpoint)

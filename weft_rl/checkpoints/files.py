@@ -12,7 +12,8 @@ from typing import Any
 
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 
-_INDEX = "model.safetensors.index.json"
+#: Name of the file that says which file holds each tensor of a model.
+INDEX = "model.safetensors.index.json"
 _OTHER = ("adapter_model", "consolidated", "training_args")
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 
@@ -133,7 +134,7 @@ def model_files(path: Path) -> WeightFiles:
 
 
 def _files_in(model_dir: Path) -> WeightFiles:
-    index = model_dir / _INDEX
+    index = model_dir / INDEX
     if not index.is_file():
         distinct = {
             path.resolve(): path  # once, where another one is a link to it

@@ -152,6 +152,26 @@ def test_no_flapping_between_the_commit_point_and_the_switch() -> None:
     assert not pending
 
 
+@pytest.mark.parametrize("policy", ["base", "math"])
+def test_one_that_did_not_serve_the_version_before_is_not_ready_until_its_switch(
+    policy: str,
+) -> None:
+    """A late joiner takes part in a push: a request that came to it before would find nothing."""
+    m = Machine().pool("r0")
+    m.acquire(policy)
+    m.run_to(Phase.COMMITTED, policy)
+    m.register("r1")
+    ticket = m.run_to(Phase.COMMITTING, policy)
+    assert "r1" in m.transfer(ticket).switching
+    why = f"lacks {policy}@2, which it switches to now"
+    assert _state(m, "r0") == (ReplicaState.READY, "")
+    assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, why)
+    m.pass_time(1.0)
+    assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, why)
+    m.answer_commits(ticket)
+    assert _state(m, "r1") == (ReplicaState.READY, "")
+
+
 def test_aliases_are_answered_until_the_switch_and_not_after_one_that_failed() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")

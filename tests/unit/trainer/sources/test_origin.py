@@ -194,6 +194,23 @@ def test_the_first_push_waits_until_the_checkpoint_is_read_and_says_how_far_it_i
     assert origins.of(base, None, digest, soon()) == TrainingBase(0)
 
 
+def test_a_live_base_is_read_once_and_says_how_far_it_is(origins: KnownBases) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 5, bias=False))
+    said: list[tuple[str, int, int]] = []
+    origins.of(based(module), None, b"1" * 32, soon(), on_reading=lambda *now: said.append(now))
+    name, total = "the base model", 4 * (4 * 3 + 3 + 3 * 5)
+    assert said == [(name, read, total) for read in (0, 48, 60, total)]
+    origins.of(based(module), None, b"1" * 32, soon(), on_reading=pytest.fail)
+
+
+def test_an_error_of_whoever_is_told_is_not_taken_for_one_of_the_base(origins: KnownBases) -> None:
+    def on_reading(*now: Any) -> None:
+        raise OSError("the bar is gone")
+
+    with pytest.raises(OSError, match="the bar is gone"):
+        origins.of(based(One()), None, b"1" * 32, soon(), on_reading=on_reading)
+
+
 def test_a_push_leaves_time_for_itself_and_does_not_wait_without_need(
     origins: KnownBases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     rollback_versions,
 )
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     HeldVersion,
@@ -440,14 +441,22 @@ def obeys_pins(state: PoolState, replica: Replica) -> bool:
 # -- what a replica lacks ----------------------------------------------------
 
 
+def _serves_before(replica: Replica, transfer: Transfer) -> bool:
+    """Return whether a replica serves the version that a transfer replaces, if it replaces one."""
+    before = PolicyVersion(transfer.policy, transfer.served_before)
+    is_first = transfer.kind is not PolicyKind.BASE and not before.version
+    return is_first or replica.vector.holds(before)
+
+
 def missing_versions(state: PoolState, replica: Replica) -> list[str]:
     """List the versions that a replica must still serve to be ready, as ``policy@version``.
 
-    Between the commit point and its own switch a replica does not lack the committed version.
-    An order to switch that was given before the pool was rolled back may still take it
-    elsewhere. A clone that it loads in place mixes its weights, whatever it said that it
-    serves. Adapters that it has under a number of other bytes it must drop first. Nor may a
-    bare name stand for a former version of what is lost.
+    Between the commit point and its own switch a replica that serves the version before it does
+    not lack the committed one. A late joiner does: it would answer a request with something
+    older, or refuse it. An order to switch that was given before the pool was rolled back may
+    still take it elsewhere. A clone that it loads in place mixes its weights, whatever it said
+    that it serves. Adapters that it has under a number of other bytes it must drop first. Nor may
+    a bare name stand for a former version of what is lost.
     """
     lacking = state.vector.missing_from(replica.vector)
     for name, number in state.lost.items():
@@ -461,7 +470,8 @@ def missing_versions(state: PoolState, replica: Replica) -> list[str]:
             lacking = sorted({*lacking, str(transfer.policy_version)})
         elif replica.replica_id in transfer.switching:
             if not transfer.replica_id:  # what it brings is served as soon as it ends
-                lacking = [name for name in lacking if name != str(transfer.policy_version)]
+                if _serves_before(replica, transfer):
+                    lacking = [name for name in lacking if name != str(transfer.policy_version)]
             else:
                 known = state.policies.get(transfer.policy)  # it may be forgotten meanwhile
                 served = known.served_version if known else 0
@@ -575,6 +585,8 @@ def explain_outlook(state: PoolState, replica: Replica, version: PolicyVersion) 
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
             return f", which comes from {transfer.purpose.origin(replica, version)}"
+        if replica.replica_id in transfer.switching and transfer.policy_version == version:
+            return ", which it switches to now"
     if version.policy == BASE_POLICY and replica.capabilities.base_refusal:
         return f", which it cannot load while it runs: {replica.capabilities.base_refusal}"
     if is_asleep(state, replica):
