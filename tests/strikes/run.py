@@ -228,9 +228,8 @@ class Run:
     def _check_alive(self, what: str) -> None:
         for name, process in self._pool.processes.items():
             if process.poll() is not None:
-                raise WrongError(
-                    f"after {what}: {name} ended by itself ({process.returncode}):\n{process.tail()}"
-                )
+                how = f"ended by itself ({process.returncode})"
+                raise WrongError(f"after {what}: {name} {how}:\n{process.tail()}")
 
     def _await_ready(self, what: str) -> None:
         deadline = time.monotonic() + BACK_SECONDS
