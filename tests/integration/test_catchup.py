@@ -176,11 +176,11 @@ def test_a_whole_pool_restarted_says_what_is_to_be_pushed_again(
     pool.remove_replica("replica-0")
     fresh = double()
     pool.add_replica("replica-0", fresh)
-    until(lambda: replica(pool, "replica-0").state_reason)
-    assert replica(pool, "replica-0").state_reason == (
+    asked = (
         "lacks base@1, math@1, which no replica in contact holds: its owner trainer-a is asked "
         "to publish it again"
     )
+    until(lambda: replica(pool, "replica-0").state_reason == asked)
     publisher.push_base(Model(6))
     publisher.push_adapter(peft_of(Model(), 1), "math")
     until(lambda: is_ready(pool, "replica-0"))
