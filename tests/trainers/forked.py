@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from pathlib import Path
 
 from weft_rl.cli.demo.processes import Process
 
@@ -19,47 +20,40 @@ _KILLED_SECONDS = 8.0
 
 
 class ForkedRank(Process):
-    """``python -m tests.trainers.process``, but for the imports."""
+    """``python -m tests.trainers.process``, but for the imports: a process that is forked, with what
+    its users call of ``subprocess.Popen``."""
 
-    def _start(self, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        return cast(Any, _Fork(args, env, self._log.fileno()))
-
-
-class _Fork:
-    """The part that ``Process`` uses of ``subprocess.Popen``."""
-
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], log: int) -> None:
+    def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
+        self._open_log(name, log_dir)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.trainers.preloaded"])
-        theirs, stdin = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), "rw", strict=True))
-        stdout, ours = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), "rw", strict=True))
-        self.stdin, self.stdout = stdin, stdout
+        theirs, self.stdin = (os.fdopen(fd, at) for fd, at in zip(os.pipe(), "rw", strict=True))
+        self.stdout, ours = (os.fdopen(fd, at) for fd, at in zip(os.pipe(), "rw", strict=True))
         with theirs, ours:
             ends = [_passed(fd, read=fd == theirs.fileno()) for fd in
-                    (theirs.fileno(), ours.fileno(), log)]  # fmt: skip
+                    (theirs.fileno(), ours.fileno(), self._log.fileno())]  # fmt: skip
             self._process = context.Process(
                 target=_run, args=(list(args), dict(env), ends), daemon=True
             )
             self._process.start()
             for end in ends:
                 end.close()
-
-    @property
-    def pid(self) -> int:
         assert self._process.pid is not None
-        return self._process.pid
+        self.pid = self._process.pid
+        threading.Thread(target=self._read, daemon=True).start()
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, timeout: float = _KILLED_SECONDS) -> int:
+    def wait(self, timeout: float | None = _KILLED_SECONDS) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout)
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
         return self._process.exitcode
 
-    def send_signal(self, signum: int) -> None:
-        os.kill(self.pid, signum)
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
 
 
 def _passed(fd: int, *, read: bool) -> Connection:

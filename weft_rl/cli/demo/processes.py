@@ -42,16 +42,19 @@ class Process(subprocess.Popen[str]):
     """
 
     def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
-        self.name = name
-        self.log_path = log_dir / f"{name}.log"
-        self._log = self.log_path.open("w")
+        self._open_log(name, log_dir)
         super().__init__(
             [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, **env}, start_new_session=True,
         )  # fmt: skip
-        self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _open_log(self, name: str, log_dir: Path) -> None:
+        self.name = name
+        self.log_path = log_dir / f"{name}.log"
+        self._log = self.log_path.open("w")
+        self._lines: queue.Queue[str] = queue.Queue()
 
     def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
         """Return the next wanted line of its output.
