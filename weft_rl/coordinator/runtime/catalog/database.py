@@ -2,8 +2,7 @@
 
 SQLite with a rollback journal and ``synchronous=EXTRA``: a transaction that has returned is
 in the file itself, and survives a power cut. One coordinator owns a catalog: its file is
-locked as long as it is open. All of it is checked at the start, and nothing is repaired; but
-SQLite itself drops what is damaged of a write-ahead log, which only earlier releases left.
+locked as long as it is open. All of it is checked at the start, and nothing is repaired.
 There is one connection, and once it is open one thread that uses it: the driver's writer.
 """
 
@@ -166,7 +165,7 @@ class Catalog:
 
         Raises:
             CatalogError: Another coordinator has it, it is something else, damaged, cannot
-                be written, or a newer Weft wrote it. Nothing was changed.
+                be written, or is of another schema. Nothing was changed.
         """
         catalog: Catalog | None = None
         try:
@@ -174,7 +173,6 @@ class Catalog:
         except sqlite3.Error as error:
             raise from_sqlite(Path(path), error) from error
         try:
-            _warn_of_log(Path(f"{file.path}-wal"))
             catalog = cls(file)
             check(catalog._connection, file.path)
             catalog._begin_generation()
@@ -193,8 +191,7 @@ class Catalog:
         return catalog
 
     def _begin_generation(self) -> None:
-        # Journals are truncated, so that no directory has to be written at a commit. A catalog of
-        # an earlier Weft leaves its write-ahead log here, which is read into it first.
+        # Journals are truncated, so that no directory has to be written at a commit.
         self._execute("PRAGMA journal_mode=TRUNCATE")
         rows = self._rows
         with _Transaction(self._connection):
@@ -443,15 +440,6 @@ class Catalog:
         self._connection.close()
         self._spare.close()
         self._file.release()
-
-
-def _warn_of_log(log: Path) -> None:
-    if log.exists() and log.stat().st_size:
-        _log.warning(
-            "%s, which an earlier Weft left, is read into the catalog. SQLite drops what is damaged"
-            " of it and says nothing: see in `weft versions` that the last pushes are there",
-            log,
-        )
 
 
 class _Transaction:
