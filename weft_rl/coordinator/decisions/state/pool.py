@@ -326,8 +326,7 @@ class PoolState:
     a higher ``opened_epoch_counter``, knows more than the catalog."""
     opened_epoch_counter: int = 0
     references_known: frozenset[str] = frozenset()
-    """Descriptions of the base that are known, by ``Capabilities.reference_digest``; with any of
-    them also "", of replicas that tell no digest."""
+    """Descriptions of the base that are known, by ``Capabilities.reference_digest``."""
     drafts_known: frozenset[str] = frozenset({""})
     """Drafts whose tensors are known, by fingerprint; "" is of replicas that take none."""
     replicas: Mapping[str, Replica] = field(default_factory=dict)
