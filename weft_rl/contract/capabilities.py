@@ -78,7 +78,7 @@ class Capabilities:
     logprobs_truncated: bool = field(default=False, compare=False)
     """True if they are of the distribution that is left after top-k, top-p and min-p."""
     running_requests: str = field(default="recompute", compare=False)
-    """A ``RunningRequests``, or a choice that only a later version of Weft knows."""
+    """A ``RunningRequests``."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""

@@ -121,8 +121,6 @@ class _DigestAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Diges
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIGEST_ALGORITHM_UNSPECIFIED: _DigestAlgorithm.ValueType  # 0
     """Not set; refused with INVALID_MANIFEST."""
-    DIGEST_ALGORITHM_XXH3_64: _DigestAlgorithm.ValueType  # 1
-    """Of protocol revision 1, over payloads of buckets; refused with INVALID_MANIFEST."""
     DIGEST_ALGORITHM_WSUM64: _DigestAlgorithm.ValueType  # 2
     """A weighted sum that an accelerator makes at the speed of its memory. A
     tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the last
@@ -141,8 +139,6 @@ class DigestAlgorithm(_DigestAlgorithm, metaclass=_DigestAlgorithmEnumTypeWrappe
 
 DIGEST_ALGORITHM_UNSPECIFIED: DigestAlgorithm.ValueType  # 0
 """Not set; refused with INVALID_MANIFEST."""
-DIGEST_ALGORITHM_XXH3_64: DigestAlgorithm.ValueType  # 1
-"""Of protocol revision 1, over payloads of buckets; refused with INVALID_MANIFEST."""
 DIGEST_ALGORITHM_WSUM64: DigestAlgorithm.ValueType  # 2
 """A weighted sum that an accelerator makes at the speed of its memory. A
 tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the last
