@@ -204,18 +204,17 @@ class Policy:
         return self.forgotten and self.lease is None
 
 
-def with_owner(
-    policy: Policy, owner: str, lease: Lease | None, settings: PoolSettings, now: float
-) -> Policy:
+def with_whole_lease(policy: Policy, settings: PoolSettings, now: float) -> Policy:
     """Return a policy of the catalog as a coordinator starts with it.
 
     Its lease lives on for as long as its owner was told, or is told from now on: the owner may
     have been heard just before the former coordinator ended.
     """
-    if lease is not None:
-        grace = max(lease.seconds, settings.lease_seconds)
-        lease = replace(lease, expires_at=now + grace, num_renewals=0)
-    return replace(policy, owner=owner, lease=lease)
+    lease = policy.lease
+    if lease is None:
+        return policy
+    grace = max(lease.seconds, settings.lease_seconds)
+    return replace(policy, lease=replace(lease, expires_at=now + grace, num_renewals=0))
 
 
 def live_lease(policy: Policy, now: float) -> Lease | None:

@@ -138,10 +138,12 @@ META: Final = Table(
         "fingerprint": str,
         "architecture": str,
         "number_floor": int,
+        "token_floor": int,
         "base_checkpoint": str,
+        "pool_id": str,
     },
     (),
-    "the generation, the epoch and the base model that the pool is bound to",
+    "the generation, the epoch, the pool's identity and the base model that it is bound to",
 )
 POLICIES: Final = Table(
     "policies",
@@ -152,11 +154,24 @@ POLICIES: Final = Table(
         "fencing_token": int,
         "served_version": int,
         "retain": int,
+        "forgotten": int,
+        "owner": str,
+        "trainer_id": str,
+        "session_id": str,
+        "lease_token": int,
+        "lease_seconds": float,
+        "host": str,
+        "host_key": str,
+        "pid": int,
+        "start_time": float,
     },
     (("name",),),
-    "the numbers that a policy has reached, and which version is served",
-    kinds={"kind": PolicyKind},
+    "the numbers that a policy has reached, which version is served, and who owns it",
+    "trainer_id",  # and those after it: of its owner's lease
+    {"kind": PolicyKind},
 )
+#: Columns of ``POLICIES`` once a lease has ended.
+NO_LEASE: Final = dict.fromkeys([*POLICIES.columns][8:])
 VERSIONS: Final = Table(
     "versions",
     {
@@ -194,33 +209,12 @@ WITHDRAWN: Final = Table(
     "that a replica is kept out of service",
     kinds={"standing": ReplicaState},
 )
-FORGOTTEN: Final = Table("forgotten", {"name": str}, (("name",),), "that a policy was forgotten")
 AS_STARTED: Final = Table(
     "as_started",
     {"content": bytes},
     (("content",),),
     "that a pushed base holds the bytes of base@0",
 )
-OWNERS: Final = Table(
-    "owners",
-    {
-        "policy": str,
-        "owner": str,
-        "trainer_id": str,
-        "session_id": str,
-        "fencing_token": int,
-        "seconds": float,
-        "host": str,
-        "host_key": str,
-        "pid": int,
-        "start_time": float,
-    },
-    (("policy",),),
-    "who owns a policy, and by which lease",
-    # An owner that holds no lease has its name alone.
-    "trainer_id",
-)
-POOL: Final = Table("pool", {"pool_id": str}, (("pool_id",),), "the identity of the pool")
 SLEEPS: Final = Table(
     "sleeps",
     {
@@ -256,12 +250,9 @@ TABLES: Final = (
     VERSIONS,
     PINS,
     WITHDRAWN,
-    FORGOTTEN,
     AS_STARTED,
     EVENTS,
-    OWNERS,
     SLEEPS,
-    POOL,
 )
 
 
@@ -278,7 +269,7 @@ class Rows:
         for table in TABLES:
             self._execute(table.create_query)
             self._execute("INSERT INTO counts VALUES (?, 0)", (table.name,))
-        self.put(META, (0, 0, "", "", 0, ""))
+        self.put(META, (0, 0, "", "", 0, 0, "", ""))
 
     def put(self, table: Table, given: Sequence[Any]) -> None:
         """Write a row in place of the one with its identity, or as a new one.
@@ -403,38 +394,55 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
     )
 
 
-def owner_to_row(policy: Policy) -> tuple[Any, ...]:
-    """Encode a policy's owner and lease as the values of its row, in the order of the columns."""
+def policy_to_row(policy: Policy) -> tuple[Any, ...]:
+    """Encode a policy as the values of its row, in the order of the columns."""
     lease = policy.lease
-    if lease is None:
-        return without_lease((policy.name, policy.owner))
-    process = lease.process
+    held: tuple[Any, ...] = (None,) * len(NO_LEASE)
+    if lease is not None:
+        process = lease.process
+        held = (
+            lease.trainer_id,
+            lease.session_id,
+            lease.fencing_token,
+            lease.seconds,
+            process.host,
+            process.host_key,
+            process.pid,
+            process.start_time,
+        )
     return (
         policy.name,
+        policy.kind,
+        policy.last_version,
+        policy.fencing_token,
+        policy.served_version,
+        policy.retain,
+        policy.forgotten,
         policy.owner,
-        lease.trainer_id,
-        lease.session_id,
-        lease.fencing_token,
-        lease.seconds,
-        process.host,
-        process.host_key,
-        process.pid,
-        process.start_time,
+        *held,
     )
 
 
-def without_lease(row: Sequence[Any]) -> tuple[Any, ...]:
-    """Return an owner's row once its lease has ended."""
-    return (*row[:2], *(None,) * 8)
-
-
-def owner_from_row(row: Sequence[Any]) -> tuple[str, Lease | None]:
-    """Decode a policy's owner and lease from the values of its row; the lease has no expiry yet."""
-    _, owner, trainer_id, session_id, token, seconds, *process = row
-    if trainer_id is None:
-        return owner, None
-    started = TrainerProcess(*process)
-    return owner, Lease(trainer_id, session_id, token, 0.0, started, seconds=seconds)
+def policy_from_row(row: Sequence[Any]) -> Policy:
+    """Decode a policy from the values of its row, without what is known of its versions. Its lease
+    has no expiry yet."""
+    name, kind, last, token, served, retain, forgotten, owner, *held = row
+    lease = None
+    if held[0] is not None:
+        trainer_id, session_id, lease_token, seconds, *process = held
+        started = TrainerProcess(*process)
+        lease = Lease(trainer_id, session_id, lease_token, 0.0, started, seconds=seconds)
+    return Policy(
+        name,
+        PolicyKind(kind),
+        last,
+        token,
+        served,
+        lease=lease,
+        retain=retain,
+        forgotten=bool(forgotten),
+        owner=owner,
+    )
 
 
 def sleep_to_row(replica_id: str, order: StandingSleepOrder) -> tuple[Any, ...]:

@@ -76,7 +76,7 @@ _LEASE = Lease("t1", "session", 7, 0.0, TrainerProcess("host", "key", 99, 5.5), 
 _BASE = Policy("base", PolicyKind.BASE, 2, 4, 2, (2,))
 _CODE = Policy("code", PolicyKind.ADAPTER, 1_000_001, 3, forgotten=True)
 _MATH = Policy(
-    "math", PolicyKind.ADAPTER, 4, 7, 3, (2, 3), pinned=(2,), retain=2, trained_on={2: 1, 3: 1}
+    "math", PolicyKind.ADAPTER, 4, 7, 3, (2, 3), _LEASE, (2,), 2, {2: 1, 3: 1}, owner="t1"
 )
 SNAPSHOT = Snapshot(
     generation=2,
@@ -96,7 +96,6 @@ SNAPSHOT = Snapshot(
     base_contents=dict.fromkeys((1, 2), b"layout-base\x00\xff digest"),
     as_started=frozenset({b"\5" * 32}),
     events=(SaveEvent(1e9, Announce(EventKind.REPLICA_LOST, "replica-1", "no heartbeat")),),
-    owners={"base": ("", None), "code": ("", None), "math": ("t1", _LEASE)},
     sleeps={
         "replica-1": StandingSleepOrder(
             trainer_id="t1", fencing_token=7, level=1, aborts=True, seconds=30.0
@@ -121,7 +120,7 @@ def write_kept(path: Path) -> None:
             SaveEpoch(known.epoch),
             SavePolicy(_BASE),
             SavePolicy(_CODE),
-            SavePolicy(replace(_MATH, owner="t1", lease=_LEASE)),
+            SavePolicy(_MATH),
             SavePin(PolicyVersion("math", 2), True),
             *(SaveVersion(record) for records in RECORDS.values() for record in records),
             *(SaveOutOfService(name, order) for name, order in known.out_of_service.items()),
