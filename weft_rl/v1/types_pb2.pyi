@@ -742,7 +742,10 @@ class ReferenceChunk(_message.Message):
         """In the first chunk: what the names begin with of tensors that the checkpoint holds for drafts
         ("model.layers.61.", "mtp."), layers for multi-token prediction, or what the engine's draft
         has and does not load ("draft_model.t2d"). Not in the fingerprint. A push leaves them out,
-        but for those in `draft_tensors`; see Capabilities.passes_over_drafts. At most 64.
+        but for those in `draft_tensors`. At most 64.
+        A replica passes over tensors of a base that are for drafts and have no place in its engine:
+        of another model ("draft_model.") if it has no draft, of modules beside the stack of layers
+        ("mtp."), and of layers behind the base's last that have an `eh_proj`.
         """
 
     @_builtins.property
