@@ -174,7 +174,7 @@ chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.
 	$(CHART)/python -m pytest -c tests/chart/pytest.ini --rootdir . tests/chart
 
 # Each release has an environment of its own while it runs.
-versions: install  ## The demo with the oldest, a middle and the newest vLLM for CPUs that the index has (30 min): make versions ONLY=0.29.0.
+versions: install  ## The demo with each vLLM release that Weft is for (30 min): make versions ONLY=0.26.0.
 	$(BIN)/python -m tests.versions --torch-index $(TORCH_CPU_INDEX) --not-on-cpu '$(NOT_ON_CPU)' \
 	  $(if $(ONLY),--only $(ONLY))
 

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-PROTOCOL_REVISION = 4
+PROTOCOL_REVISION = 1
 _ALIGN = 256
 _BUCKET_BYTES = 64 * 2**20
 _CHUNK_ENTRIES = 4096

@@ -220,8 +220,6 @@ async def check_contact(config: AgentConfig) -> None:
                 await stub.CheckReplica(request, timeout=_CHECK_SECONDS)
                 return
             except grpc.RpcError as rpc_error:
-                if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    return  # an older coordinator answers when the replica registers
                 error = error_from_rpc(rpc_error)
             if isinstance(error, InvalidNameError):
                 raise error
@@ -518,9 +516,8 @@ class Registration:
         self.registered.set()
 
     def _reference_chunks(self) -> Iterator[pb.PutReferenceRequest]:
-        digest = self._declaration.capabilities.reference_digest
         for chunk in reference_to_chunks(self._declaration.reference):
-            yield pb.PutReferenceRequest(chunk=chunk, reference_digest=digest)
+            yield pb.PutReferenceRequest(chunk=chunk)
 
     def _heartbeat(self) -> bool:
         """Send a heartbeat and take in its answer; return whether the replica drains."""

@@ -39,7 +39,7 @@ FACTS = "weft.json"
 #: ``weft.v1.ManifestChunk`` messages, each after its length in 4 bytes, little-endian.
 MANIFEST = "weft.manifest"
 #: Format of the files; part of the folder's name, so that no other format is read.
-FORMAT = 2
+FORMAT = 1
 #: Payload of one file of a base.
 SHARD_BYTES = 5 * 10**9
 

@@ -73,7 +73,6 @@ class SpillFolder:
 
     def __init__(self, settings: SpillSettings, fingerprint: str) -> None:
         self.path = Path(settings.directory) / f"{fingerprint[:16]}.{FORMAT}"
-        self._former = Path(settings.directory) / fingerprint[:16]
         self._settings = settings
         self._foreign: set[str] = set()
         self._fingerprint = fingerprint
@@ -86,12 +85,6 @@ class SpillFolder:
             OSError: The directory cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        if self._former.exists():
-            _log.warning(
-                "%s was written by an older Weft with other digests: it is not read or counted; "
-                "remove it",
-                self._former,
-            )
         for path in self.path.glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.path.glob(f"{_PARTIAL}*"):

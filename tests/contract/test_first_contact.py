@@ -33,7 +33,7 @@ async def test_check_replica(pool: Pool) -> None:
     error = await fails(one.registry.CheckReplica(_request()), "ALREADY_EXISTS", "REQUEST_CONFLICT")
     assert "--replica-id" in error.message
     assert error.metadata["silent_seconds"] == "4"
-    call = one.registry.CheckReplica(_request(protocol_revision=1))
+    call = one.registry.CheckReplica(_request(protocol_revision=PROTOCOL_REVISION + 1))
     await fails(call, "FAILED_PRECONDITION", "REVISION_MISMATCH")
     call = one.registry.CheckReplica(_request(replica_id="../r"))
     await fails(call, "INVALID_ARGUMENT", "INVALID_NAME")
@@ -102,7 +102,7 @@ async def test_a_refusal_that_others_mend_is_said_at_once(
     pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(registration, "PROTOCOL_REVISION", 1)
+    monkeypatch.setattr(registration, "PROTOCOL_REVISION", PROTOCOL_REVISION + 1)
     await check_contact(AgentConfig(coordinator=pool.target, replica_id="r0"))
     assert "refuses this replica" in caplog.text
     assert "REVISION_MISMATCH" in caplog.text

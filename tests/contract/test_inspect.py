@@ -205,7 +205,6 @@ async def test_digests_that_cannot_be_had(pool: Pool) -> None:
         (NotReadyError("no files", reason="NOT_RETAINED"), "FAILED_PRECONDITION/NOT_RETAINED"),
         (TransferTimeoutError("slow"), "DEADLINE_EXCEEDED/DEADLINE"),
         (LoadFailedError("its engine is gone"), "INTERNAL/LOAD_FAILED"),
-        (NotImplementedError("it is older"), "UNIMPLEMENTED/UNSUPPORTED"),
     ):
         replica.tensors = {PolicyVersion("math", 1): error}
         failed = await fails(inspect.DigestTensors(_digests_of("r0")), *how.split("/"))

@@ -361,16 +361,6 @@ async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
     await fails(other.begin(carries_runs=True), "INVALID_ARGUMENT", "INVALID_REQUEST")
 
 
-async def test_a_replica_that_takes_no_runs_is_named(pool: Pool) -> None:
-    await pool.replica("old", takes_runs=False)
-    trainer = await pool.trainer(policy="base")
-    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048)
-    await trainer.put_manifest()
-    error = await fails(trainer.begin(carries_runs=True), "UNIMPLEMENTED", "UNSUPPORTED")
-    assert error.metadata["replica"] == "old"
-    await trainer.begin()
-
-
 async def test_a_send_plan_is_refused_where_it_does_not_fit(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer(policy="base")

@@ -14,7 +14,7 @@ from weft_rl.v1 import registry_pb2, rendezvous_pb2
 OTHERS = pytest.mark.parametrize(
     ("given", "older", "said"),
     [
-        (0, "caller", "none, so it is older than revisions"),
+        (0, "caller", "protocol revision 0"),
         (PROTOCOL_REVISION + 1, "coordinator", f"protocol revision {PROTOCOL_REVISION + 1}"),
     ],
 )

@@ -40,9 +40,7 @@ async def register(
     response = await stub.Register(request, timeout=timeout, wait_for_ready=True)
     if response.reference_wanted:
         chunks = [
-            registry_pb2.PutReferenceRequest(
-                chunk=chunk, reference_digest=capabilities.reference_digest
-            )
+            registry_pb2.PutReferenceRequest(chunk=chunk)
             for chunk in reference_to_chunks(reference)
         ]
         await stub.PutReference(iter(chunks), timeout=timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -41,8 +42,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
     def __init__(self, target: str, replica_id: str, capabilities: Capabilities = CAPABILITIES):
         self.target = target
         self.replica_id = replica_id
-        self.capabilities = capabilities
         self.reference = REFERENCE
+        self.capabilities = replace(capabilities, reference_digest=REFERENCE.details_digest)
         self.incarnation = secrets.token_hex(4)
         self.vector = VersionVector()
         self.refusing, self.order_number, self.obeys = "", 0, True

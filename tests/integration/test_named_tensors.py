@@ -239,35 +239,6 @@ def test_a_replica_that_does_not_draft_is_beside_one_that_does(
     assert report.num_replicas == 2
 
 
-def test_a_replica_of_a_release_before_drafts_is_sent_none(
-    pool: Pool, drafting: EngineDouble, publisher: Publisher
-) -> None:
-    old = EngineDouble(weights(Model()))
-    old.capabilities = replace(old.capabilities, passes_over_drafts=False)
-    pool.add_replica("replica-1", old)
-    with pytest.raises(UnsupportedError, match="no replica of the pool takes a model that drafts"):
-        publisher.push_base(Model(2), draft=Draft())
-    publisher.push_base(Model(1), require=2)
-    assert same(old.base, weights(Model(1)))
-
-
-def test_a_replica_of_a_release_before_drafts_that_comes_later_says_why_it_waits(
-    pool: Pool, drafting: EngineDouble, publisher: Publisher
-) -> None:
-    publisher.push_base(Model(2), draft=Draft())
-    old = EngineDouble(weights(Model()))
-    old.capabilities = replace(old.capabilities, passes_over_drafts=False)
-    pool.add_replica("replica-1", old)
-
-    def reason() -> str:
-        with open_channel(pool.target) as channel:
-            found = InspectServiceStub(channel).GetPool(pb.GetPoolRequest(), timeout=10)
-        return next(r.state_reason for r in found.replicas if r.replica_id == "replica-1")
-
-    until(lambda: "is for drafts, and a replica is too old: update it" in reason())
-    assert old.base_version == 0
-
-
 def test_a_replica_that_comes_later_clones_the_draft_too(
     pool: Pool, drafting: EngineDouble, publisher: Publisher
 ) -> None:
@@ -527,13 +498,6 @@ def test_a_replica_that_loads_in_place_must_know_the_order(
     meta = [(name, tensor.to("meta")) for name, tensor in order]
     publisher.push_tensors(iter(order), metadata=meta)
     assert served([staged, in_place], 1)
-
-
-def test_replicas_that_are_too_old_are_named(pool: Pool, publisher: Publisher) -> None:
-    pool.add_replica("old", EngineDouble(weights(Model()), takes_runs=False))
-    with pytest.raises(UnsupportedError, match="'old' is too old"):
-        publisher.push_tensors(pairs_of(1))
-    publisher.push_tensors(pairs_of(1), metadata=pairs_of(1))
 
 
 def test_survivors_get_the_rest_though_it_cannot_be_read_again(

@@ -27,7 +27,12 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveSleep,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.state.pool import Policy, PoolSettings, PoolState, with_owner
+from weft_rl.coordinator.decisions.state.pool import (
+    Policy,
+    PoolSettings,
+    PoolState,
+    with_whole_lease,
+)
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -87,7 +92,7 @@ class CatalogModel:
                 held.setdefault(version.policy, []).append(version.version)
         policies = {
             name: replace(
-                with_owner(policy, policy.owner, policy.lease, settings, now),
+                with_whole_lease(policy, settings, now),
                 versions=tuple(held.get(name, ())),
                 pinned=tuple(sorted(pin.version for pin in self.pins if pin.policy == name)),
             )

@@ -34,7 +34,6 @@ def _is_accepted(release: str) -> bool:
     return True
 
 
-def between(releases: Sequence[str], oldest: str, newest: str) -> str | None:
-    """The middle one of those between two; None if there is none."""
-    inner = [r for r in releases if numbers(oldest) < numbers(r) < numbers(newest)]
-    return inner[len(inner) // 2] if inner else None
+def last_of_each(releases: Sequence[str]) -> list[str]:
+    """The last of each release, without the others that differ in their third number alone."""
+    return [*{numbers(release)[:2]: release for release in releases}.values()]

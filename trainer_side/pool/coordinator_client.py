@@ -336,8 +336,7 @@ class CoordinatorClient:
         )
 
     def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
-        """Return every tensor of the base that the pool serves; asked for once. A coordinator that
-        is too old to say is an UnsupportedError."""
+        """Return every tensor of the base that the pool serves; asked for once."""
         drafts = [(tensor.name, tensor.dtype) for tensor in target.draft_tensors]
         told = target.base_dtype_exceptions
         exceptions = target.base_dtype_exceptions_digest or dict(told)

@@ -109,9 +109,8 @@ def _chosen(
     wanted = {tensor.name for tensor in target.draft_tensors}
     if not wanted:
         raise UnsupportedError(
-            "draft=: no replica of the pool takes a model that drafts tokens, or one is of a "
-            "release before drafts. Start one with vLLM's --speculative-config (its log says why "
-            "it takes none), update the others, or push without draft="
+            "draft=: no replica of the pool takes a model that drafts tokens. Start one with "
+            "vLLM's --speculative-config (its log says why it takes none), or push without draft="
         )
     for index, meta in enumerate(metas):
         names = (DRAFT_MODEL + meta.name, meta.name)

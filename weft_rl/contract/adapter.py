@@ -2,7 +2,7 @@
 
 Pure: from PEFT's config, the names and shapes of the tensors, the base's
 reference and the replicas' capabilities. The rules are those measured against
-vLLM 0.26 to 0.32 and PEFT 0.21; each has a test.
+vLLM 0.26 and 0.32 and PEFT 0.21; each has a test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 read.
 
 A replica could serve what is refused here late, wrongly or as NaN. The rules are those
-measured against vLLM 0.26 to 0.32 and PEFT 0.21; each has a test.
+measured against vLLM 0.26 and 0.32 and PEFT 0.21; each has a test.
 """
 
 from __future__ import annotations

@@ -55,8 +55,6 @@ class Capabilities:
     """Bound of the adapter store."""
     loads_in_place: bool = False
     """True if bases that come over a side group are loaded as they arrive, not staged."""
-    takes_runs: bool = True
-    """True if it takes buckets that list what they carry."""
     trial_name: str = field(default="", compare=False)
     """Name under which its receiving worker answers trials of one-sided reading; empty: nowhere."""
     gpu_uuids: tuple[str, ...] = field(default=(), compare=False)
@@ -72,10 +70,7 @@ class Capabilities:
     draft_fingerprint: str = ""
     """``Reference.draft_fingerprint``: the model that drafts tokens, if it can come with a base."""
     reference_digest: str = ""
-    """``Reference.details_digest``: what the fingerprints leave out; empty of an older release."""
-    passes_over_drafts: bool = True
-    """True if it passes over tensors for drafts that its engine has no place for; one of a release
-    before drafts does not."""
+    """``Reference.details_digest``: what the fingerprints leave out."""
     quantization: str = field(default="", compare=False)
     """Method by which the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)
@@ -83,7 +78,7 @@ class Capabilities:
     logprobs_truncated: bool = field(default=False, compare=False)
     """True if they are of the distribution that is left after top-k, top-p and min-p."""
     running_requests: str = field(default="recompute", compare=False)
-    """A ``RunningRequests``, or a choice that only a later version of Weft knows."""
+    """A ``RunningRequests``."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""

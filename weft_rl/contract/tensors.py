@@ -370,16 +370,11 @@ def _why_unknown(name: str, reference: Reference) -> str:
     return f"is not a tensor of {reference.architecture}"
 
 
-def check_base(
-    metas: Sequence[TensorMeta], reference: Reference, *, passes_over_drafts: bool = True
-) -> None:
+def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
     """Refuse a push of the base that is not exactly what the engine loads.
 
     Tensors for drafts that it has no place for are passed over; those of its own draft are there
     all or none.
-
-    Args:
-        passes_over_drafts: ``Capabilities.passes_over_drafts`` of the replica.
 
     Raises:
         InvalidManifestError: A tensor is unknown, misshapen, missing, or of a dtype that cannot be
@@ -393,9 +388,8 @@ def check_base(
     for meta in metas:
         ref = want.get(meta.name)
         if meta.name in over:
-            if not passes_over_drafts:
-                wrong.append(f"{meta.name!r} is for drafts, and a replica is too old: update it")
-        elif ref is None:
+            continue
+        if ref is None:
             wrong.append(f"{meta.name!r} {_why_unknown(meta.name, reference)}")
         elif ref.shape != meta.shape:
             wrong.append(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.decisions.replicas import sleeps
-from weft_rl.coordinator.decisions.state.pool import PoolState, with_owner
+from weft_rl.coordinator.decisions.state.pool import PoolState, with_whole_lease
 from weft_rl.coordinator.page.pages import pages
 from weft_rl.coordinator.runtime.catalog.database import Catalog, Snapshot
 from weft_rl.coordinator.runtime.driver import Driver
@@ -196,10 +196,7 @@ class Coordinator:
 
 def _initial_state(known: Snapshot, config: CoordinatorConfig) -> PoolState:
     now, restarted = time.monotonic(), known.generation > 1
-    policies = [
-        with_owner(policy, *known.owners.get(policy.name, ("", None)), config.settings, now)
-        for policy in known.policies
-    ]
+    policies = [with_whole_lease(policy, config.settings, now) for policy in known.policies]
     return PoolState(
         settings=config.settings,
         generation=known.generation,

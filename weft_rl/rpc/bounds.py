@@ -39,7 +39,7 @@ from weft_rl.tracing import MAX_TRACEPARENT_CHARS
 
 #: Revision of the protocol that this process speaks. It is raised by a change that an older peer
 #: would misunderstand; see docs/protocol.md.
-PROTOCOL_REVISION: Final = 4
+PROTOCOL_REVISION: Final = 1
 #: Ten years; longer than anything here waits, runs or pauses.
 MAX_DURATION_SECONDS: Final = 315_360_000
 MAX_DRAIN_SECONDS: Final = 86_400
@@ -88,7 +88,7 @@ def check_revision(given: int, caller: str) -> None:
     """Refuse a caller that speaks another revision than this coordinator.
 
     Args:
-        given: Revision that it sends; 0 if it sends none, as callers older than revisions do.
+        given: Revision that it sends; 0 if it sends none.
         caller: Its name, for error messages.
 
     Raises:
@@ -97,10 +97,10 @@ def check_revision(given: int, caller: str) -> None:
     if given == PROTOCOL_REVISION:
         return
     older = "caller" if given < PROTOCOL_REVISION else "coordinator"
-    theirs = f"protocol revision {given}" if given else "none, so it is older than revisions"
     raise NotReadyError(
-        f"{caller} speaks {theirs}, the coordinator protocol revision {PROTOCOL_REVISION}: update "
-        f"{caller if older == 'caller' else 'the coordinator'}, which is older",
+        f"{caller} speaks protocol revision {given}, the coordinator protocol revision "
+        f"{PROTOCOL_REVISION}: update {caller if older == 'caller' else 'the coordinator'}, which "
+        "is older",
         reason="REVISION_MISMATCH",
         metadata={
             "caller_revision": str(given),

@@ -76,7 +76,6 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         quantization=value.quantization,
         logprobs_mode=value.logprobs_mode,
         logprobs_truncated=value.logprobs_truncated,
-        takes_runs=value.takes_runs,
         running_requests=value.running_requests,
         trial_name=value.trial_name,
         gpu_uuids=value.gpu_uuids,
@@ -85,7 +84,6 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         lora_unapplied=value.lora_unapplied,
         draft_method=value.draft_method,
         draft_fingerprint=value.draft_fingerprint,
-        passes_over_drafts=value.passes_over_drafts,
         reference_digest=value.reference_digest,
     )
 
@@ -118,7 +116,6 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         quantization=message.quantization,
         logprobs_mode=message.logprobs_mode,
         logprobs_truncated=message.logprobs_truncated,
-        takes_runs=message.takes_runs,
         running_requests=message.running_requests or "recompute",
         trial_name=message.trial_name,
         gpu_uuids=tuple(message.gpu_uuids),
@@ -127,7 +124,6 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         lora_unapplied=tuple(message.lora_unapplied),
         draft_method=message.draft_method,
         draft_fingerprint=message.draft_fingerprint,
-        passes_over_drafts=message.passes_over_drafts,
         reference_digest=message.reference_digest,
     )
 

@@ -190,8 +190,7 @@ class InspectServiceServicer(object):
         10 minutes.
         Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
         FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
-        UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
-        an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
+        UNAVAILABLE/PEER_GONE (the replica does not answer); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

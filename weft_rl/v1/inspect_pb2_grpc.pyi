@@ -96,8 +96,7 @@ class InspectServiceStub:
     10 minutes.
     Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
     FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
-    UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
-    an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
+    UNAVAILABLE/PEER_GONE (the replica does not answer); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
     """
 
 @_typing.type_check_only
@@ -168,8 +167,7 @@ class InspectServiceAsyncStub(InspectServiceStub):
     10 minutes.
     Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
     FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
-    UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
-    an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
+    UNAVAILABLE/PEER_GONE (the replica does not answer); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
     """
 
 class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -297,8 +295,7 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         10 minutes.
         Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
         FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
-        UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
-        an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
+        UNAVAILABLE/PEER_GONE (the replica does not answer); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
         """
 
 def add_InspectServiceServicer_to_server(servicer: InspectServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -177,7 +177,7 @@ class DescribeTargetResponse(_message.Message):
     """
     reference_name: _builtins.str
     """Names what GetReference answers now: a trainer that holds the tensors by that name asks for
-    them no more. Empty from an older coordinator.
+    them no more.
     """
     @_builtins.property
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
@@ -716,7 +716,7 @@ class BeginTransferRequest(_message.Message):
     """Whether the sender fills the layout's buckets in an order of its own, and each lists
     what it carries; see Bucket. Of the base only. Refused with UNSUPPORTED where a
     replica loads the base in place: it would have loaded some when it is found out that
-    others are missing; or where one cannot take such buckets.
+    others are missing.
     """
     backend_reason: _builtins.str
     """Why the sender uses that backend, for people; see Transfer.backend_reason."""
@@ -736,8 +736,7 @@ class BeginTransferRequest(_message.Message):
     def send_plan(self) -> _types_pb2.SendPlan:
         """Where several processes send: which sends what. Absent where one sends the layout's
         buckets as they are. Refused with INVALID_REQUEST where it does not fit the layout, or
-        with carries_runs; with INVALID_MANIFEST where runs cannot fill the layout; with
-        UNSUPPORTED where a replica cannot take buckets that list their runs.
+        with carries_runs; with INVALID_MANIFEST where runs cannot fill the layout.
         """
 
     @_builtins.property

@@ -189,8 +189,7 @@ class PublishServiceServicer(object):
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-        or carries_runs or send_plan, and a replica cannot take them; or the base, and a replica
-        cannot load one while it runs: Capabilities.base_refusal).
+        or the base, and a replica cannot load one while it runs: Capabilities.base_refusal).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -102,8 +102,7 @@ class PublishServiceStub:
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
     UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-    or carries_runs or send_plan, and a replica cannot take them; or the base, and a replica
-    cannot load one while it runs: Capabilities.base_refusal).
+    or the base, and a replica cannot load one while it runs: Capabilities.base_refusal).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and every replica that took part has
@@ -226,8 +225,7 @@ class PublishServiceAsyncStub(PublishServiceStub):
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
     UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-    or carries_runs or send_plan, and a replica cannot take them; or the base, and a replica
-    cannot load one while it runs: Capabilities.base_refusal).
+    or the base, and a replica cannot load one while it runs: Capabilities.base_refusal).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and every replica that took part has
@@ -389,8 +387,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-        or carries_runs or send_plan, and a replica cannot take them; or the base, and a replica
-        cannot load one while it runs: Capabilities.base_refusal).
+        or the base, and a replica cannot load one while it runs: Capabilities.base_refusal).
         """
 
     @_abc_1.abstractmethod

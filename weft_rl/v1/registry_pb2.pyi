@@ -106,7 +106,6 @@ class Capabilities(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     LOGPROBS_TRUNCATED_FIELD_NUMBER: _builtins.int
-    TAKES_RUNS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     TRIAL_NAME_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
@@ -115,7 +114,6 @@ class Capabilities(_message.Message):
     LORA_UNAPPLIED_FIELD_NUMBER: _builtins.int
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     DRAFT_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    PASSES_OVER_DRAFTS_FIELD_NUMBER: _builtins.int
     REFERENCE_DIGEST_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
@@ -162,10 +160,6 @@ class Capabilities(_message.Message):
     """Whether they are of the distribution that is left after top-k, top-p and min-p: of
     what was sampled from, where a request truncates.
     """
-    takes_runs: _builtins.bool
-    """Whether it takes buckets that list what they carry; see
-    BeginTransferRequest.carries_runs.
-    """
     running_requests: _builtins.str
     """What becomes of requests that run when the base changes: "recompute" (they go on, and
     their cache is computed anew), "keep" (they go on over the cache that they have) or
@@ -192,18 +186,11 @@ class Capabilities(_message.Message):
     ReferenceChunk.fingerprint with "draft" as the architecture: it takes such a model with a
     base. Empty where it takes none.
     """
-    passes_over_drafts: _builtins.bool
-    """Whether it passes over tensors of a base that are for drafts and have no place in its engine:
-    of another model ("draft_model.") if it has no draft, of modules beside the stack of layers
-    ("mtp."), and of layers behind the base's last that have an `eh_proj`. An older one refuses
-    them, and so does begin then; DescribeTargetResponse.draft_tensors is empty.
-    """
     reference_digest: _builtins.str
     """SHA-256, hex, of what the fingerprints leave out, too: a line "NAME TYPE 4096,32" (the number of
     a DataType) for each of ReferenceChunk.tensors and draft_tensors, sorted, then a line
     "NAME 4096,32 NAMES" for each of its modules, sorted; each line ends with a line feed, other
-    names are divided by spaces. PutReference is asked for where no such description is known. Empty from an older
-    replica: any description of the base will do.
+    names are divided by spaces. PutReference is asked for where no such description is known.
     """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -256,7 +243,6 @@ class Capabilities(_message.Message):
         quantization: _builtins.str = ...,
         logprobs_mode: _builtins.str = ...,
         logprobs_truncated: _builtins.bool = ...,
-        takes_runs: _builtins.bool = ...,
         running_requests: _builtins.str = ...,
         trial_name: _builtins.str = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
@@ -265,12 +251,11 @@ class Capabilities(_message.Message):
         lora_unapplied: _abc.Iterable[_builtins.str] | None = ...,
         draft_method: _builtins.str = ...,
         draft_fingerprint: _builtins.str = ...,
-        passes_over_drafts: _builtins.bool = ...,
         reference_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "passes_over_drafts", b"passes_over_drafts", "quantization", b"quantization", "reference_digest", b"reference_digest", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "reference_digest", b"reference_digest", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -753,11 +738,6 @@ class PutReferenceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
-    REFERENCE_DIGEST_FIELD_NUMBER: _builtins.int
-    reference_digest: _builtins.str
-    """Capabilities.reference_digest of the replica that it is of, in the first message; by that the
-    coordinator knows it. Empty from an older one.
-    """
     @_builtins.property
     def chunk(self) -> _types_pb2.ReferenceChunk:
         """In order."""
@@ -766,11 +746,10 @@ class PutReferenceRequest(_message.Message):
         self,
         *,
         chunk: _types_pb2.ReferenceChunk | None = ...,
-        reference_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "reference_digest", b"reference_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

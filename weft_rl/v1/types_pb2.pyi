@@ -11,15 +11,15 @@ Conventions of this package, unless a comment says otherwise:
 - every RPC may also answer INTERNAL/INTERNAL (a bug: read the server's log),
   UNAVAILABLE, with COORDINATOR_AWAY where the coordinator stops (retry the same
   call), RESOURCE_EXHAUSTED, with TOO_SLOW where the coordinator has too many calls
-  to answer, DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (an older
-  server) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
+  to answer, DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (a method
+  that the server does not have) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
   that is out of bounds; the message names it, metadata `field` too); and, of a
   server that asks callers who they are, UNAUTHENTICATED/UNAUTHENTICATED (no
   certificate or token that its access file names), PERMISSION_DENIED with
   ROLE_MISSING or POLICY_NOT_ALLOWED, and RESOURCE_EXHAUSTED/TOO_MANY_CALLS (as
   many in flight as one identity may have).
 
-This is protocol revision 4. Who registers, begins a transfer or attends a group says
+This is protocol revision 1. Who registers, begins a transfer or attends a group says
 which one it speaks (`protocol_revision`); another than the coordinator's, or none, is
 refused with FAILED_PRECONDITION/REVISION_MISMATCH: metadata `caller_revision`,
 `coordinator_revision`, and `older`, which is "caller" or "coordinator". What the bytes
@@ -121,8 +121,6 @@ class _DigestAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Diges
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIGEST_ALGORITHM_UNSPECIFIED: _DigestAlgorithm.ValueType  # 0
     """Not set; refused with INVALID_MANIFEST."""
-    DIGEST_ALGORITHM_XXH3_64: _DigestAlgorithm.ValueType  # 1
-    """Of protocol revision 1, over payloads of buckets; refused with INVALID_MANIFEST."""
     DIGEST_ALGORITHM_WSUM64: _DigestAlgorithm.ValueType  # 2
     """A weighted sum that an accelerator makes at the speed of its memory. A
     tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the last
@@ -141,8 +139,6 @@ class DigestAlgorithm(_DigestAlgorithm, metaclass=_DigestAlgorithmEnumTypeWrappe
 
 DIGEST_ALGORITHM_UNSPECIFIED: DigestAlgorithm.ValueType  # 0
 """Not set; refused with INVALID_MANIFEST."""
-DIGEST_ALGORITHM_XXH3_64: DigestAlgorithm.ValueType  # 1
-"""Of protocol revision 1, over payloads of buckets; refused with INVALID_MANIFEST."""
 DIGEST_ALGORITHM_WSUM64: DigestAlgorithm.ValueType  # 2
 """A weighted sum that an accelerator makes at the speed of its memory. A
 tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the last
@@ -746,7 +742,10 @@ class ReferenceChunk(_message.Message):
         """In the first chunk: what the names begin with of tensors that the checkpoint holds for drafts
         ("model.layers.61.", "mtp."), layers for multi-token prediction, or what the engine's draft
         has and does not load ("draft_model.t2d"). Not in the fingerprint. A push leaves them out,
-        but for those in `draft_tensors`; see Capabilities.passes_over_drafts. At most 64.
+        but for those in `draft_tensors`. At most 64.
+        A replica passes over tensors of a base that are for drafts and have no place in its engine:
+        of another model ("draft_model.") if it has no draft, of modules beside the stack of layers
+        ("mtp."), and of layers behind the base's last that have an `eh_proj`.
         """
 
     @_builtins.property

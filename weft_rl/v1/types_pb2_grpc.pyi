@@ -11,15 +11,15 @@ Conventions of this package, unless a comment says otherwise:
 - every RPC may also answer INTERNAL/INTERNAL (a bug: read the server's log),
   UNAVAILABLE, with COORDINATOR_AWAY where the coordinator stops (retry the same
   call), RESOURCE_EXHAUSTED, with TOO_SLOW where the coordinator has too many calls
-  to answer, DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (an older
-  server) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
+  to answer, DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (a method
+  that the server does not have) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
   that is out of bounds; the message names it, metadata `field` too); and, of a
   server that asks callers who they are, UNAUTHENTICATED/UNAUTHENTICATED (no
   certificate or token that its access file names), PERMISSION_DENIED with
   ROLE_MISSING or POLICY_NOT_ALLOWED, and RESOURCE_EXHAUSTED/TOO_MANY_CALLS (as
   many in flight as one identity may have).
 
-This is protocol revision 4. Who registers, begins a transfer or attends a group says
+This is protocol revision 1. Who registers, begins a transfer or attends a group says
 which one it speaks (`protocol_revision`); another than the coordinator's, or none, is
 refused with FAILED_PRECONDITION/REVISION_MISMATCH: metadata `caller_revision`,
 `coordinator_revision`, and `older`, which is "caller" or "coordinator". What the bytes

@@ -1,4 +1,4 @@
-"""Differences between vLLM 0.26 and 0.33, in one place.
+"""Differences between vLLM 0.26, 0.32 and 0.33, in one place.
 
 Each function asks vLLM for the feature, not for its version number, so that a
 build with a back-port works too. Everything is imported when it is needed: this
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_side.vllm_engine.compat.places import OLDEST, TOO_NEW
+from rollout_side.vllm_engine.compat.places import RELEASES
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import (
@@ -32,7 +32,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.sampling import Sampling
 
-SUPPORTED_RANGE = ">=0.26,<0.34"
+SUPPORTED_RANGE = ">=0.26,<0.34,!=0.27.*,!=0.28.*,!=0.29.*,!=0.30.*,!=0.31.*"
 
 #: Values of --load-format for which vLLM may map safetensors files.
 _LAZY_FORMATS = frozenset({"auto", "hf", "safetensors", "mistral"})
@@ -43,7 +43,7 @@ _VERSION = re.compile(r"v?(?:\d+!)?(?P<release>\d+(?:\.\d+)*)(?:[-_.]?[a-zA-Z+-]
 
 
 def check_version(version: str) -> tuple[int, int]:
-    """Return the release of a vLLM, or refuse one that Weft was not made for.
+    """Return the release of a vLLM, or refuse one that Weft is not tested with.
 
     Pre-releases and local builds count as their release (``0.32.0+cpu`` as 0.32).
 
@@ -57,7 +57,7 @@ def check_version(version: str) -> tuple[int, int]:
         )
     major, minor = (*map(int, match["release"].split(".")), 0)[:2]
     release = (major, minor)
-    if not OLDEST <= release < TOO_NEW:
+    if release not in RELEASES:
         raise UnsupportedError(
             f"vLLM {version} is installed, Weft needs vllm{SUPPORTED_RANGE}: "
             "its weight loading is patched in places that move between releases",
@@ -128,7 +128,7 @@ class ServerParts:
 
 
 def server_parts() -> ServerParts:
-    """Find the builders: they moved in 0.29 and 0.33 (arguments) and in 0.32 (the rest).
+    """Find the builders: they moved in 0.32, and the arguments again in 0.33.
 
     Raises:
         UnsupportedError: vLLM's server cannot be imported.
@@ -191,7 +191,7 @@ async def abort_requests(engine: Any) -> None:
 
 
 async def set_weight_version(engine: Any, text: str) -> None:
-    """Set the name of the base weights in outputs, where vLLM can (0.27 and later)."""
+    """Set the name of the base weights in outputs, where vLLM can (0.32 and later)."""
     update = getattr(engine, "update_weight_version", None)
     if update is not None:
         await update(text)
@@ -221,7 +221,7 @@ def sampling_params(sampling: Sampling, num_samples: int = 1, chunk_tokens: int 
 
     Args:
         num_samples: Number of samples of the prompt.
-        chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.27 on.
+        chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.32 on.
 
     Raises:
         ValueError, or what ``typed_failures`` maps: The settings contradict each other.
@@ -268,7 +268,7 @@ def typed_failures(*, has_images: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if kinds & {"ValueError", "VLLMClientError"}:  # the latter from 0.27 on
+        if kinds & {"ValueError", "VLLMClientError"}:  # the latter from 0.32 on
             raise InvalidRequestError(str(error)) from error
         if has_images and "EngineGenerateError" in kinds and error.__cause__ is not None:
             raise InvalidRequestError(
@@ -324,7 +324,7 @@ def draft_counts() -> tuple[int, int]:
 def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
     """Return a context that sets vLLM's current config.
 
-    The loaders of some layers read it (0.27 and later).
+    The loaders of some layers read it (0.32 and later).
     """
     context: AbstractContextManager[Any] = importlib.import_module(
         "vllm.config"
@@ -337,7 +337,7 @@ def without_lora(model: Any) -> Iterator[None]:
     """Show a model to its ``load_weights`` as it was built: without the layers that LoRA wraps.
 
     Loaders that look parameters up by name do not know ``down_proj.base_layer.weight``. vLLM's
-    wrappers load by themselves from 0.28 on, but only where the loader asks modules to.
+    wrappers load by themselves from 0.32 on, but only where the loader asks modules to.
     """
     layers = sys.modules.get("vllm.lora.layers")  # imported, if anything is wrapped
     wrapped = [
@@ -480,7 +480,7 @@ def draft_is_in_checkpoint(drafting: Any, config: Any) -> bool:
 
 
 def reset_lora_state(model_runner: Any) -> None:
-    """Drop what LoRA layers derived from the old base (0.28 and later).
+    """Drop what LoRA layers derived from the old base (0.32 and later).
 
     Every loaded adapter is dropped too; each comes back at its next use.
     """
@@ -495,7 +495,7 @@ def reset_lora_state(model_runner: Any) -> None:
 def rename_mapper(model: Any) -> Any:
     """Return the model's mapper of checkpoint names, renames only; None if it has none.
 
-    The method that gives it is called ``get_unstacked_mapper`` in 0.26 to 0.28.
+    The method that gives it is called ``get_unstacked_mapper`` in 0.26.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from weft_rl.contract.errors import UnsupportedError
 
-#: First release that works, and first that has not been tried.
-OLDEST = (0, 26)
-TOO_NEW = (0, 34)
+#: Releases that Weft is tested with, oldest first; it runs with no others.
+RELEASES = ((0, 26), (0, 32), (0, 33))
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class VllmPlace:
     names: tuple[str, ...]
     """Alternatives, of which one is needed: ``module:Class.member`` below ``vllm``, or
     ``module:.name`` of an attribute that the module reads or sets on objects of others."""
-    since: tuple[int, int] = OLDEST
-    """First release that has it; Weft does without in former ones."""
-    until: tuple[int, int] = TOO_NEW
+    since: tuple[int, int] = RELEASES[0]
+    """First of ``RELEASES`` that has it; Weft does without in former ones."""
+    until: tuple[int, int] = (0, 34)
     """First release that does without."""
 
 
@@ -92,8 +91,8 @@ PLACES = (
         ("exceptions:GenerationError", "entrypoints.openai.engine.protocol:GenerationError"),
     ),
     VllmPlace("ends a request as retryable", ("exceptions:RetryableRequestError",), since=(0, 32)),
-    VllmPlace("knows a client's mistake", ("exceptions:VLLMClientError",), since=(0, 27)),
-    VllmPlace("knows that vLLM is full", ("exceptions:GracefulHTTPError",), since=(0, 29)),
+    VllmPlace("knows a client's mistake", ("exceptions:VLLMClientError",), since=(0, 32)),
+    VllmPlace("knows that vLLM is full", ("exceptions:GracefulHTTPError",), since=(0, 32)),
     VllmPlace("knows a failed request", ("v1.engine.exceptions:EngineGenerateError",)),
     VllmPlace("knows a dead engine", ("v1.engine.exceptions:EngineDeadError",)),
     # Options that are refused, or that decide what is.
@@ -114,7 +113,7 @@ PLACES = (
             "worker_extension_cls",
         )
     ),
-    VllmPlace("reads --calculate-kv-scales", (f"{_OPTIONS}.calculate_kv_scales",), until=(0, 28)),
+    VllmPlace("reads --calculate-kv-scales", (f"{_OPTIONS}.calculate_kv_scales",), until=(0, 32)),
     # The engine, in the API process.
     VllmPlace("sends requests", ("v1.engine.core_client:AsyncMPClient.add_request_async",)),
     VllmPlace("pauses generation", ("v1.engine.core_client:AsyncMPClient.pause_scheduler_async",)),
@@ -128,12 +127,12 @@ PLACES = (
     VllmPlace("leaves its own requests out of metrics", (f"{_ASYNC}.logger_manager",)),
     VllmPlace("admits requests for tokens", (f"{_ASYNC}.generate",)),
     VllmPlace("admits requests of pooling models", (f"{_ASYNC}.encode",)),
-    VllmPlace("names the base in outputs", (f"{_ASYNC}.update_weight_version",), since=(0, 27)),
+    VllmPlace("names the base in outputs", (f"{_ASYNC}.update_weight_version",), since=(0, 32)),
     VllmPlace("learns the base of each token", (f"{_STATE}.weight_version_starts",), since=(0, 32)),
     VllmPlace("knows who asked", (f"{_STATE}.external_req_id",)),
     VllmPlace("keeps an adapter that is used", (f"{_STATE}.lora_name",)),
     VllmPlace(
-        "asks for pieces", ("sampling_params:SamplingParams.stream_interval",), since=(0, 27)
+        "asks for pieces", ("sampling_params:SamplingParams.stream_interval",), since=(0, 32)
     ),
     *(
         VllmPlace(
@@ -173,7 +172,7 @@ PLACES = (
     VllmPlace(
         "drops what adapters derived from a base",
         ("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.reset_lora_state",),
-        since=(0, 28),
+        since=(0, 32),
     ),
     VllmPlace(
         "reads a checkpoint again",
@@ -224,7 +223,7 @@ PLACES = (
             f"{_MANAGER}._validate_classification_head_lora",
             f"{_MANAGER}._validate_modules_to_save",
         ),
-        since=(0, 31),
+        since=(0, 32),
     ),
     VllmPlace(
         "checks an adapter's head of tokens",
@@ -232,7 +231,7 @@ PLACES = (
             f"{_MANAGER}._validate_classification_head_lora",
             f"{_MANAGER}._validate_token_classification_lora",
         ),
-        since=(0, 31),
+        since=(0, 32),
     ),
     VllmPlace(
         "marks an adapter's slots", ("lora.layers.fused_moe:FusedMoEWithLoRA.adapter_enabled",)
@@ -263,7 +262,7 @@ PLACES = (
             "model_executor.layers.attention.mla_attention:._cpu_skip_gemm_dispatch",
             "model_executor.kernels.linear.scaled_mm.cpu:._cpu_skip_gemm_dispatch",
         ),
-        since=(0, 29),
+        since=(0, 32),
     ),
     VllmPlace("masks rows on a CPU", ("lora.ops.torch_ops.lora_ops:bgmv_shrink",)),
 )

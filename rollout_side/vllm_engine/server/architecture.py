@@ -86,10 +86,8 @@ def _make_model(hf_config: Any) -> Any:
 
 def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Undo the renames and merges that transformers makes when it loads."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before 5.0 module names are checkpoint names
-        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
     reverted: Mapping[str, Any] = revert_weight_conversion(model, dict(tensors))
     return reverted
 
@@ -97,9 +95,7 @@ def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 def _published_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the names of files that transformers can load, but saves otherwise from a model that
     it has not loaded: ``vision_tower.vision_model.`` of LLaVA's and PaliGemma's encoders."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False) or None
     return _saved_names(model, tensors)

@@ -48,9 +48,6 @@ def test_those_of_a_draft_are_passed_over_where_there_is_none(name: str) -> None
     check_base([OWN, TensorMeta(name, DataType.FLOAT32, (4,))], reference)
     assert reference.ignores(name)
     assert not reference.ignores(OWN.name)
-    with pytest.raises(InvalidManifestError, match=r"is for drafts, and a replica is too old"):
-        check_base([OWN, TensorMeta(name, DataType.FLOAT32, (4,))], reference,
-                   passes_over_drafts=False)  # fmt: skip
     bare = Reference("Tiny", (OWN,))
     assert bare.fingerprint == reference.fingerprint == DRAFTS.fingerprint
     with pytest.raises(InvalidManifestError, match=r"is not a tensor of Tiny"):

@@ -13,8 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"].keys()
 #: Names of ours in a package index, as pip compares them: none is there, or another's package.
 OURS = {"weft", "weft-rl"}
-#: The changelog quotes what former versions said.
-PAGES = [page for page in pages() if page.name != "CHANGELOG.md"]
+PAGES = pages()
 #: Comments of manifests quote what an image has.
 OTHER_FILES = [
     path

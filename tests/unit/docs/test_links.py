@@ -83,7 +83,7 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in pages() if page.name != "CHANGELOG.md"],  # which names what once was
+    pages(),
     ids=lambda page: page.name,
 )
 def test_every_file_that_is_named_is_there(page):

@@ -174,16 +174,15 @@ class ReferenceCache:
         self._prefixes: LruMapping[str, tuple[str, ...]] = LruMapping(_MAX_REFERENCES)
         self._descriptions: dict[tuple[str, str, frozenset[str]], DescribedReference] = {}
 
-    def put(self, reference: Reference, digest: str = "", told: Collection[str] = ()) -> None:
+    def put(self, reference: Reference, told: Collection[str] = ()) -> None:
         """Add what a replica's base consists of.
 
         Args:
             reference: Its description.
-            digest: Digest by which the replica tells it; empty: ``details_digest``.
             told: Digests of the replicas that are here. Descriptions of others are dropped beyond
                 a bound.
         """
-        digest, name = digest or reference.details_digest, reference.fingerprint
+        digest, name = reference.details_digest, reference.fingerprint
         known = {**(self._references.get(name) or {})}
         known.pop(digest, None)
         idle = [one for one in known if one not in told]
@@ -203,8 +202,8 @@ class ReferenceCache:
         Args:
             draft_fingerprint: It has such a draft. Empty: none.
             digests: ``Capabilities.reference_digest`` of the replicas that load it, which may hold
-                floats in other dtypes: it has those that hold all. If one is not known here, or "",
-                or there are none: of all that are known.
+                floats in other dtypes: it has those that hold all. If one is not known here, or
+                there are none: of all that are known.
         """
         known = self._references.get(fingerprint)
         if not known:

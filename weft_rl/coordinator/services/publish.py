@@ -130,11 +130,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
 
     def _described(self, replicas: Sequence[Replica]) -> DescribedReference | None:
         """Return the description of the pool's base, with the draft of the first replica that takes
-        one; without where a replica would refuse a draft that is not its own."""
+        one."""
         taken = (replica.capabilities.draft_fingerprint for replica in replicas)
         draft = next(filter(None, taken), "")
-        if not all(replica.capabilities.passes_over_drafts for replica in replicas):
-            draft = ""
         fingerprint = self._driver.state.fingerprint
         digests = {replica.capabilities.reference_digest for replica in replicas}
         describe = self._references.describe

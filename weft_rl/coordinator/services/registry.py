@@ -107,22 +107,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request_iterator: AsyncIterator[registry_pb2.PutReferenceRequest], context: Context
     ) -> registry_pb2.PutReferenceResponse:
         """See protos/weft/v1/registry.proto."""
-        told = ""
-
-        async def requests() -> AsyncIterator[registry_pb2.PutReferenceRequest]:
-            nonlocal told
-            async for request in request_iterator:
-                told = told or request.reference_digest
-                yield request
-
-        reference = await self._uploads.read(requests(), ReferenceDecoder())
-        state, digest = self._driver.state, told or reference.details_digest
+        reference = await self._uploads.read(request_iterator, ReferenceDecoder())
+        state = self._driver.state
         if state.fingerprint in ("", reference.fingerprint):  # no other is of use
             here = {replica.capabilities.reference_digest for replica in state.replicas.values()}
-            self._references.put(reference, digest, here)
-            self._driver.post(
-                events.ReferenceKnown(reference.fingerprint, reference.draft_fingerprint, digest)
-            )
+            self._references.put(reference, here)
+            fingerprints = (reference.fingerprint, reference.draft_fingerprint)
+            self._driver.post(events.ReferenceKnown(*fingerprints, reference.details_digest))
         return registry_pb2.PutReferenceResponse()
 
     async def ReportCheckpoint(

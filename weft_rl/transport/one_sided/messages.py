@@ -17,7 +17,7 @@ from typing import Final
 from weft_rl.ipc.connection import Codec, Connection, Kind, PeerError
 
 #: Grows with each change that an older peer would not understand.
-VERSION: Final = 4
+VERSION: Final = 1
 #: What goes along with ``Ready`` at most: a socket holds as many as a sender has under way.
 MAX_TAIL_BYTES: Final = 16_384
 SECRET_BYTES: Final = 32

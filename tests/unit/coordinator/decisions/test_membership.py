@@ -306,7 +306,7 @@ def test_a_reference_is_asked_for_where_a_replica_has_another_one() -> None:
     m = Machine()
     m.register("r0", reference_digest="old")
     m.do(events.ReferenceKnown("f" * 64, reference_digest="old"))
-    assert m.state.references_known == {"", "old"}
+    assert m.state.references_known == {"old"}
     m.do(events.Leave(96, "r0", "i1"))
     answer = m.answer(m.register("r0", incarnation="i2", reference_digest="new"))
     assert isinstance(answer, effects.RegisterAnswer)
@@ -315,17 +315,8 @@ def test_a_reference_is_asked_for_where_a_replica_has_another_one() -> None:
     assert not m.answered(50)
     m.do(events.ReferenceKnown("f" * 64, reference_digest="new"))
     assert isinstance(m.answer(50), effects.EmptyAnswer)
-    assert m.state.references_known == {"", "new"}
+    assert m.state.references_known == {"new"}
     answer = m.answer(m.register("r1", reference_digest="new"))
-    assert isinstance(answer, effects.RegisterAnswer)
-    assert not answer.reference_wanted
-
-
-def test_a_replica_that_tells_no_digest_takes_any_reference() -> None:
-    m = Machine()
-    m.register("r0", reference_digest="new")
-    m.do(events.ReferenceKnown("f" * 64, reference_digest="new"))
-    answer = m.answer(m.register("r1", reference_digest=""))
     assert isinstance(answer, effects.RegisterAnswer)
     assert not answer.reference_wanted
 
@@ -335,7 +326,7 @@ def test_while_unlike_replicas_are_there_both_are_known() -> None:
     for name, digest in (("r0", "old"), ("r1", "new")):
         m.register(name, reference_digest=digest)
         m.do(events.ReferenceKnown("f" * 64, reference_digest=digest))
-    assert m.state.references_known == {"", "old", "new"}
+    assert m.state.references_known == {"old", "new"}
 
 
 def test_a_replica_that_does_not_describe_its_base_is_waited_for_for_a_while() -> None:
@@ -355,7 +346,7 @@ def test_drafts_of_replicas_that_are_gone_are_asked_for_again() -> None:
     m.do(events.Leave(96, "r0", "i1"))
     m.register("r1", reference_digest="b")
     m.do(events.ReferenceKnown("f" * 64, "", "b"))
-    assert (m.state.references_known, m.state.drafts_known) == ({"", "b"}, {""})
+    assert (m.state.references_known, m.state.drafts_known) == ({"b"}, {""})
 
 
 def test_a_push_that_waits_for_a_reference_names_the_replica() -> None:

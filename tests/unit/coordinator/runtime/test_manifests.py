@@ -21,7 +21,7 @@ def test_no_draft_is_forgotten_that_the_pool_knows() -> None:
     cache = ReferenceCache()
     told = {_drafted(number).details_digest for number in range(1, 40)}
     for number in range(1, 40):
-        cache.put(_drafted(number), told=told)
+        cache.put(_drafted(number), told)
     found = cache.get(BASE.fingerprint, _drafted(1).draft_fingerprint)
     assert found == _drafted(1)
     assert cache.get(BASE.fingerprint, "other") is None
@@ -44,7 +44,7 @@ def test_of_unlike_replicas_floats_are_sent_in_what_holds_them_all() -> None:
     digests = (one.details_digest, other.details_digest)
     assert cache.get(one.fingerprint, digests=digests[:1]) == one
     assert cache.get(one.fingerprint, digests=digests[1:]) == other
-    for several in (digests, ("",), (digests[0], "unknown"), ()):
+    for several in (digests, (digests[0], "unknown"), ()):
         found = cache.describe(one.fingerprint, digests=several)
         assert found is not None
         assert found.reference == Reference("Tiny", _typed(F32, F32, I8))
@@ -77,11 +77,14 @@ def test_what_replicas_tell_is_kept_and_of_others_the_newest() -> None:
     cache = ReferenceCache()
     kept = Reference("Tiny", _typed(F32, BF16, I8))
     cache.put(kept)
-    for number in range(9):
-        cache.put(Reference("Tiny", _typed(BF16, BF16, I8)), f"d{number}", {kept.details_digest})
+    floats = [(a, b) for a in (BF16, F16, F32) for b in (BF16, F16, F32) if (a, b) != (F32, BF16)]
+    others = [Reference("Tiny", _typed(*pair, I8)) for pair in floats]
+    for other in others:
+        cache.put(other, {kept.details_digest})
     assert cache.get(kept.fingerprint, digests=[kept.details_digest]) == kept
-    assert cache.get(kept.fingerprint, digests=["d8"]) != kept
-    assert cache.get(kept.fingerprint, digests=["d0"]) == kept  # dropped: what holds all
+    assert cache.get(kept.fingerprint, digests=[others[-1].details_digest]) == others[-1]
+    everything = Reference("Tiny", _typed(F32, F32, I8))  # where one was dropped: what holds all
+    assert cache.get(kept.fingerprint, digests=[others[0].details_digest]) == everything
 
 
 def test_senders_leave_out_what_any_replicas_files_hold_for_drafts() -> None:

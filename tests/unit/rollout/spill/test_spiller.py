@@ -349,22 +349,6 @@ def test_a_version_of_another_catalog_gives_way_to_the_one_that_is_served(
     assert [p.name for p in worker.folder.complete()] == [f"math@1.{copy.content_digest.hex()}"]
 
 
-def test_what_a_former_weft_wrote_is_named_and_neither_read_nor_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    former = tmp_path / FINGERPRINT[:16] / f"base@1.{'0' * 16}"
-    former.mkdir(parents=True)
-    worker = Worker(tmp_path, "r0")
-    try:
-        assert worker.spiller.listed == ()
-        assert worker.folder.num_bytes() == 0
-        (record,) = [r for r in caplog.records if "remove it" in r.getMessage()]
-        assert str(former.parent) in record.getMessage()
-        assert former.exists()
-    finally:
-        worker.spiller.close()
-
-
 # -- disks that hang, and names that are none ---------------------------------------------------
 
 

@@ -77,7 +77,7 @@ def test_a_message_travels_as_the_protocol_says(
     ends: tuple[MemberConnection, socket.socket], message: Message, kind: int, body: bytes
 ) -> None:
     connection, theirs = ends
-    record = b"WEFT\4\0" + bytes([kind, 0]) + body
+    record = b"WEFT\1\0" + bytes([kind, 0]) + body
     fds = [0] if isinstance(message, Export | Try) else []
     connection.send(message, *fds)
     data, received, _, _ = socket.recv_fds(theirs, 2**16, 2)

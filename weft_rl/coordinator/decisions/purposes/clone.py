@@ -67,7 +67,7 @@ class Clone(Repair):
         )
 
     def _fits(self, change: Change, transfer: Transfer, replica: Replica) -> bool:
-        # It may have joined after what it lacks was begun, and be of another release.
+        # It may have joined after what it lacks was begun, and be unlike the others.
         is_described = preflight.are_described(change.state, [replica])
         return is_described and preflight.fits(change, transfer, [replica])
 

@@ -165,7 +165,7 @@ def note_reference(change: Change, event: events.ReferenceKnown) -> None:
     drafts = state.drafts_known & {one.draft_fingerprint for one in here}
     change.state = replace(
         state,
-        references_known=told | {"", event.reference_digest},
+        references_known=told | {event.reference_digest},
         drafts_known=drafts | {"", event.draft_fingerprint},
     )
 

@@ -204,18 +204,17 @@ class Policy:
         return self.forgotten and self.lease is None
 
 
-def with_owner(
-    policy: Policy, owner: str, lease: Lease | None, settings: PoolSettings, now: float
-) -> Policy:
+def with_whole_lease(policy: Policy, settings: PoolSettings, now: float) -> Policy:
     """Return a policy of the catalog as a coordinator starts with it.
 
     Its lease lives on for as long as its owner was told, or is told from now on: the owner may
     have been heard just before the former coordinator ended.
     """
-    if lease is not None:
-        grace = max(lease.seconds, settings.lease_seconds)
-        lease = replace(lease, expires_at=now + grace, num_renewals=0)
-    return replace(policy, owner=owner, lease=lease)
+    lease = policy.lease
+    if lease is None:
+        return policy
+    grace = max(lease.seconds, settings.lease_seconds)
+    return replace(policy, lease=replace(lease, expires_at=now + grace, num_renewals=0))
 
 
 def live_lease(policy: Policy, now: float) -> Lease | None:
@@ -326,8 +325,7 @@ class PoolState:
     a higher ``opened_epoch_counter``, knows more than the catalog."""
     opened_epoch_counter: int = 0
     references_known: frozenset[str] = frozenset()
-    """Descriptions of the base that are known, by ``Capabilities.reference_digest``; with any of
-    them also "", of replicas that tell no digest."""
+    """Descriptions of the base that are known, by ``Capabilities.reference_digest``."""
     drafts_known: frozenset[str] = frozenset({""})
     """Drafts whose tensors are known, by fingerprint; "" is of replicas that take none."""
     replicas: Mapping[str, Replica] = field(default_factory=dict)

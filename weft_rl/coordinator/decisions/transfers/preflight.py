@@ -38,8 +38,7 @@ def check_fit(
     metas = [slot.meta for slot in manifest.tensors]
     try:
         if adapter is None:
-            passes_over = key.capabilities.passes_over_drafts
-            check_base(metas, reference, passes_over_drafts=passes_over)
+            check_base(metas, reference)
         else:
             check_adapter(adapter.config_json, metas, reference, key.capabilities)
     except WeftError as error:
@@ -200,8 +199,8 @@ def check_group(
         BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
         CapacityError: ``GROUP_TOO_LARGE``.
-        UnsupportedError: A replica that loads in place cannot check the bytes first; or it does
-            not take the order in which they come.
+        UnsupportedError: A replica that loads in place cannot check the bytes first, or take them
+            in another order than the layout's.
     """
     spec = transfer.adapter
     if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
@@ -214,7 +213,6 @@ def check_group(
             },
         )
     size = transfer.num_senders
-    lists_runs = carries_runs or transfer.send_plan is not None
     for replica in replicas:
         size += replica.capabilities.num_receivers
         if size > MAX_GROUP_SIZE:
@@ -231,8 +229,6 @@ def check_group(
                 reason="BACKEND_MISMATCH",
                 metadata={"replica": replica.replica_id},
             )
-        if lists_runs and not capabilities.takes_runs:
-            raise _too_old(replica, carries_runs=carries_runs)
         if transfer.backend == ONE_SIDED and capabilities.trial_name not in transfer.trial_names:
             raise NotReadyError(
                 f"replica {replica.replica_id!r} joined after the sender had tried which replicas "
@@ -275,15 +271,6 @@ def _checked_too_late(replica: Replica) -> UnsupportedError:
         f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives. A NaN "
         "in a later bucket would leave it with mixed weights. Check the model before the push and "
         "push without check_finite, or start the replicas with --staging device or host",
-        metadata={"replica": replica.replica_id},
-    )
-
-
-def _too_old(replica: Replica, *, carries_runs: bool) -> UnsupportedError:
-    what = "tensors that come in an order of their own" if carries_runs else "several senders"
-    instead = "metadata=" if carries_runs else "max_senders=1"
-    return UnsupportedError(
-        f"replica {replica.replica_id!r} is too old for {what}: update it, or push with {instead}",
         metadata={"replica": replica.replica_id},
     )
 

@@ -2,8 +2,7 @@
 
 SQLite with a rollback journal and ``synchronous=EXTRA``: a transaction that has returned is
 in the file itself, and survives a power cut. One coordinator owns a catalog: its file is
-locked as long as it is open. All of it is checked at the start, and nothing is repaired; but
-SQLite itself drops what is damaged of a write-ahead log, which only earlier releases left.
+locked as long as it is open. All of it is checked at the start, and nothing is repaired.
 There is one connection, and once it is open one thread that uses it: the driver's writer.
 """
 
@@ -16,7 +15,7 @@ import sqlite3
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -45,12 +44,11 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveVersion,
 )
 from weft_rl.coordinator.decisions.state.event_kinds import KEPT_WITH, MAX_KEPT
-from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Lease, Policy
+from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
-    PolicyKind,
     ReplicaState,
     VersionRecord,
     VersionState,
@@ -74,12 +72,10 @@ from weft_rl.coordinator.runtime.catalog.schema import (
 from weft_rl.coordinator.runtime.catalog.tables import (
     AS_STARTED,
     EVENTS,
-    FORGOTTEN,
     META,
-    OWNERS,
+    NO_LEASE,
     PINS,
     POLICIES,
-    POOL,
     SLEEPS,
     VERSIONS,
     WITHDRAWN,
@@ -88,13 +84,12 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     checkpoint_to_text,
     event_from_row,
     event_to_row,
-    owner_from_row,
-    owner_to_row,
+    policy_from_row,
+    policy_to_row,
     sleep_from_row,
     sleep_to_row,
     version_from_row,
     version_to_row,
-    without_lease,
 )
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
@@ -104,8 +99,6 @@ _log = logging.getLogger(__name__)
 
 #: Longest that an open catalog waits for another program: who reads it keeps us from writing.
 BUSY_SECONDS: Final = 60.0
-#: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
-_NAMELESS: Final = ""
 #: What events of unknown kinds are kept with: another Weft wrote them, and they grow no more.
 _UNKNOWN: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -127,6 +120,7 @@ class Snapshot:
     architecture: str
     number_floor: int
     policies: tuple[Policy, ...]
+    """Policies, sorted by name; their leases have no expiry here."""
     out_of_service: Mapping[str, OutOfService]
     checkpoint: BoundCheckpoint | None = None
     token_floor: int = 0
@@ -134,8 +128,6 @@ class Snapshot:
     as_started: frozenset[bytes] = frozenset()
     events: tuple[SaveEvent, ...] = ()
     """Events of former coordinators, oldest first."""
-    owners: Mapping[str, tuple[str, Lease | None]] = field(default_factory=dict)
-    """Last owner of each policy, and its lease, which has no expiry here."""
     sleeps: Mapping[str, StandingSleepOrder] = field(default_factory=dict)
     """Orders to sleep, by replica."""
     pool_id: str = ""
@@ -166,7 +158,7 @@ class Catalog:
 
         Raises:
             CatalogError: Another coordinator has it, it is something else, damaged, cannot
-                be written, or a newer Weft wrote it. Nothing was changed.
+                be written, or is of another schema. Nothing was changed.
         """
         catalog: Catalog | None = None
         try:
@@ -174,7 +166,6 @@ class Catalog:
         except sqlite3.Error as error:
             raise from_sqlite(Path(path), error) from error
         try:
-            _warn_of_log(Path(f"{file.path}-wal"))
             catalog = cls(file)
             check(catalog._connection, file.path)
             catalog._begin_generation()
@@ -193,8 +184,7 @@ class Catalog:
         return catalog
 
     def _begin_generation(self) -> None:
-        # Journals are truncated, so that no directory has to be written at a commit. A catalog of
-        # an earlier Weft leaves its write-ahead log here, which is read into it first.
+        # Journals are truncated, so that no directory has to be written at a commit.
         self._execute("PRAGMA journal_mode=TRUNCATE")
         rows = self._rows
         with _Transaction(self._connection):
@@ -216,10 +206,9 @@ class Catalog:
 
     def snapshot(self) -> Snapshot:
         """Return the state that a coordinator starts from."""
-        generation, epoch, fingerprint, architecture, number_floor, checkpoint = self._execute(
-            "SELECT generation, epoch, fingerprint, architecture, number_floor, base_checkpoint "
-            "FROM meta"
-        ).fetchone()
+        (meta,) = self._rows.select(META, {})
+        generation, epoch, fingerprint, architecture, number_floor, *others = meta
+        token_floor, checkpoint, pool_id = others
         held: dict[str, list[int]] = {}
         trained_on: dict[str, dict[int, int]] = {}
         for name, version, base in self._execute(
@@ -233,27 +222,14 @@ class Catalog:
         pins: dict[str, list[int]] = {}
         for name, version in self._execute("SELECT policy, version FROM pins ORDER BY version"):
             pins.setdefault(name, []).append(version)
-        forgotten = {name for (name,) in self._execute("SELECT name FROM forgotten")}
-        rows = self._execute(
-            "SELECT name, kind, last_version, fencing_token, served_version, retain "
-            "FROM policies ORDER BY name"
-        ).fetchall()
-        token_floor = max((row[3] for row in rows if row[0] == _NAMELESS), default=0)
         policies = tuple(
-            Policy(
-                name,
-                PolicyKind(kind),
-                last,
-                token,
-                served,
-                tuple(held.get(name, ())),
-                pinned=tuple(pins.get(name, ())),
-                retain=retain,
-                trained_on=trained_on.get(name, {}),
-                forgotten=name in forgotten,
+            replace(
+                policy_from_row(row),
+                versions=tuple(held.get(row[0], ())),
+                pinned=tuple(pins.get(row[0], ())),
+                trained_on=trained_on.get(row[0], {}),
             )
-            for name, kind, last, token, served, retain in rows
-            if name != _NAMELESS
+            for row in sorted(self._rows.select(POLICIES, {}))
         )
         out_of_service = {
             replica_id: OutOfService(ReplicaState(number), reason)
@@ -274,9 +250,8 @@ class Catalog:
             self._base_contents(),
             frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
             tuple(past for row in self._events() if (past := event_from_row(row)) is not None),
-            {row[0]: owner_from_row(row) for row in self._rows.select(OWNERS, {})},
             {row[0]: sleep_from_row(row) for row in self._rows.select(SLEEPS, {})},
-            next((pool_id for (pool_id,) in self._rows.select(POOL, {})), ""),
+            pool_id,
         )
 
     def _events(self) -> list[tuple[Any, ...]]:
@@ -339,8 +314,7 @@ class Catalog:
                 rows.change(META, {}, **model, base_checkpoint="")
                 rows.delete(AS_STARTED, {})
             case SavePoolId(pool_id=pool_id):
-                rows.delete(POOL, {})
-                rows.put(POOL, (pool_id,))
+                rows.change(META, {}, pool_id=pool_id)
             case SaveCheckpoint():
                 rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
             case SaveAsStarted():
@@ -351,20 +325,11 @@ class Catalog:
                 rows.change(META, {}, number_floor=save.number_floor)
             case SaveEpoch():
                 rows.change(META, {}, epoch=save.epoch)
-            case SavePolicy(policy=p):
-                numbers = (p.last_version, p.fencing_token, p.served_version, p.retain)
-                rows.put(POLICIES, (p.name, p.kind, *numbers))
-                if p.forgotten:
-                    rows.put(FORGOTTEN, (p.name,))
-                else:
-                    rows.delete(FORGOTTEN, {"name": p.name})
-                owner = OWNERS.values(owner_to_row(p))
-                if rows.select(OWNERS, {"policy": p.name}) != [owner]:  # with a push it is
-                    rows.put(OWNERS, owner)
+            case SavePolicy():
+                rows.put(POLICIES, policy_to_row(save.policy))
             case SavePolicyDropped(name=name, token_floor=floor):
                 rows.delete(POLICIES, {"name": name})
-                rows.delete(OWNERS, {"policy": name})
-                rows.put(POLICIES, (_NAMELESS, PolicyKind.ADAPTER, 0, floor, 0, 0))
+                rows.change(META, {}, token_floor=floor)
             case SaveVersion():
                 rows.put(VERSIONS, version_to_row(save.record))
             case SaveRetired(version=v):
@@ -380,8 +345,7 @@ class Catalog:
             case SaveOutOfService(replica_id=name, order=OutOfService() as order):
                 rows.put(WITHDRAWN, (name, order.state, order.reason))
             case SaveLeaseEnded(name=name):
-                for known in rows.select(OWNERS, {"policy": name}):
-                    rows.put(OWNERS, without_lease(known))
+                rows.change(POLICIES, {"name": name}, **NO_LEASE)
             case SaveSleep(replica_id=name, order=None):
                 rows.delete(SLEEPS, {"replica_id": name})
             case SaveSleep(replica_id=name, order=StandingSleepOrder() as order):
@@ -443,15 +407,6 @@ class Catalog:
         self._connection.close()
         self._spare.close()
         self._file.release()
-
-
-def _warn_of_log(log: Path) -> None:
-    if log.exists() and log.stat().st_size:
-        _log.warning(
-            "%s, which an earlier Weft left, is read into the catalog. SQLite drops what is damaged"
-            " of it and says nothing: see in `weft versions` that the last pushes are there",
-            log,
-        )
 
 
 class _Transaction:

@@ -18,7 +18,7 @@ STRUCTURE: Final = "its structure, so that any version may be lost"
 
 
 class CatalogError(WeftError):
-    """Failure to use a catalog: ``NOT_A_CATALOG``, ``CATALOG_TOO_NEW``, ``CATALOG_LOCKED``,
+    """Failure to use a catalog: ``NOT_A_CATALOG``, ``CATALOG_OTHER_SCHEMA``, ``CATALOG_LOCKED``,
     ``CATALOG_LINKED``, ``CATALOG_DAMAGED``, ``CATALOG_GONE`` or ``CATALOG_UNWRITABLE``."""
 
     status = "FAILED_PRECONDITION"
@@ -42,7 +42,7 @@ def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
     shown = "; ".join(problems[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
     return CatalogError(
         f"the catalog {path} is damaged: {shown}. Nothing was repaired: move it away with what is "
-        "beside it (-journal, -wal), and put back a copy that is whole, or begin a new one, which "
+        "beside it (-journal), and put back a copy that is whole, or begin a new one, which "
         "loses the history of versions",
         reason="CATALOG_DAMAGED",
         metadata={"num_problems": str(len(problems))},

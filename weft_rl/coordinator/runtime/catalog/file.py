@@ -51,11 +51,11 @@ _guard = threading.Lock()
 class CatalogFile:
     """File of a catalog, locked until ``release``."""
 
-    def __init__(self, path: Path, inode: tuple[int, int], descriptors: list[int]) -> None:
+    def __init__(self, path: Path, inode: tuple[int, int], descriptor: int) -> None:
         self.path = path
         """Path without symbolic links: SQLite names its other files after it."""
         self._inode = inode
-        self._descriptors = descriptors
+        self._descriptor = descriptor
         self._path_lock = -1
 
     @classmethod
@@ -80,8 +80,7 @@ class CatalogFile:
                 try:
                     if not real.exists():
                         _create(real, create)
-                    beside = Path(os.path.realpath(f"{os.fspath(path)}.lock"))
-                    taken = cls._lock(real, [beside] * (beside != _lock_beside(real)))
+                    taken = cls._lock(real)
                 except BaseException:
                     _unlock_path(real, path_lock)
                     raise
@@ -92,19 +91,17 @@ class CatalogFile:
             raise unwritable(real, f"{what} ({error.filename or real})") from error
 
     @classmethod
-    def _lock(cls, real: Path, former: list[Path]) -> CatalogFile:
+    def _lock(cls, real: Path) -> CatalogFile:
         known = real.stat()
         inode = known.st_dev, known.st_ino
         if not stat.S_ISREG(known.st_mode):
             raise CatalogError(f"{real} is no file")
         if inode in _open_inodes:
             raise in_use(real)
-        taken: list[int] = []
+        descriptor = os.open(real, os.O_RDWR | os.O_CLOEXEC)
         try:
-            taken.append(_locked(real, _lock_byte, real))
-            # Coordinators before schema 4 lock the file beside it.
-            taken += [_locked(beside, _flock, real) for beside in former if beside.exists()]
-            now = os.fstat(taken[0])
+            _lock_byte(descriptor)
+            now = os.fstat(descriptor)
             if (now.st_dev, now.st_ino) != inode:
                 raise in_use(real)  # replaced since we looked
             if now.st_nlink > 1:
@@ -116,12 +113,13 @@ class CatalogFile:
                 )
             if not now.st_size:
                 raise damaged(real, ["the file is empty, and no catalog ever was"])
-        except BaseException:
-            for descriptor in taken:
-                os.close(descriptor)
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise in_use(real) from None
             raise
         _open_inodes.add(inode)
-        return cls(real, inode, taken)
+        return cls(real, inode, descriptor)
 
     def check(self) -> None:
         """Check that the catalog's path still leads to what is written.
@@ -140,8 +138,7 @@ class CatalogFile:
         """Unlock the file for another coordinator; SQLite's connections must be closed."""
         with _guard:
             _unlock_path(self.path, self._path_lock)
-            for descriptor in self._descriptors:
-                os.close(descriptor)
+            os.close(self._descriptor)
             _open_inodes.discard(self._inode)
 
 
@@ -154,7 +151,7 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
 
 
 def _lock_beside(real: Path) -> Path:
-    """Return the file whose lock takes a path; coordinators before schema 4 lock it alone."""
+    """Return the file whose lock takes a path."""
     return Path(f"{real}.lock")
 
 
@@ -192,10 +189,10 @@ def _create(real: Path, create: Callable[[Path], None]) -> None:
     with _creating(real):
         if real.exists():
             return
-        # SQLite would play them into the new file. An empty journal is what a catalog leaves.
-        for left in (Path(f"{real}-journal"), Path(f"{real}-wal")):
-            if left.exists() and left.stat().st_size:
-                raise damaged(real, [f"the file is gone, and {left.name} beside it is there"])
+        # SQLite would play it into the new file. An empty journal is what a catalog leaves.
+        left = Path(f"{real}-journal")
+        if left.exists() and left.stat().st_size:
+            raise damaged(real, [f"the file is gone, and {left.name} beside it is there"])
         unfinished = real.with_name(f"{real.name}.new")
         for left in (unfinished, Path(f"{unfinished}-journal")):
             left.unlink(missing_ok=True)  # by one that was killed
@@ -241,19 +238,6 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _locked(path: Path, lock: Callable[[int], None], catalog: Path) -> int:
-    """Return a descriptor of ``path`` that holds its lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        lock(descriptor)
-    except BaseException as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise in_use(catalog) from None
-        raise
-    return descriptor
 
 
 def _lock_byte(descriptor: int) -> None:

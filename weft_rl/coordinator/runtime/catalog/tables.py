@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 from weft_rl.contract.checkpoint import FileDigest
@@ -38,6 +39,7 @@ _CHECKSUM_BYTES: Final = 8
 #: Longest message of an event that is written.
 _MAX_EVENT_CHARS: Final = 2000
 _DOUBLE: Final = struct.Struct("<d")
+_SQL_TYPES: Final = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,13 @@ class Table:
 
     name: str
     columns: Mapping[str, type]
-    identity: tuple[str, ...]
-    """Columns that never change; no other row may have the same values in the unique ones."""
+    unique: tuple[tuple[str, ...], ...]
+    """Columns that no other row has the same values in, the primary key first. They never
+    change."""
     row_is: str
     """Content of a row, for error messages."""
+    optional_from: str = ""
+    """First of the columns that may have no value: it and those after it."""
     kinds: Mapping[str, type[enum.Enum]] = field(default_factory=dict)
     """Enums by column, for columns that hold values of an enum."""
 
@@ -78,6 +83,11 @@ class Table:
     # Written with every push: made once.
 
     @cached_property
+    def identity(self) -> tuple[str, ...]:
+        """Columns that name a row."""
+        return tuple(chain.from_iterable(self.unique))
+
+    @cached_property
     def update_query(self) -> str:
         """Query that takes a row with its checksum, then the row's identity."""
         names, marks = self._row
@@ -88,6 +98,18 @@ class Table:
         """Query that takes a row with its checksum."""
         names, marks = self._row
         return f"INSERT INTO {self.name} ({names}) VALUES ({marks})"
+
+    @property
+    def create_query(self) -> str:
+        """Query that creates the table."""
+        parts, suffix = [], " NOT NULL"
+        for name, kind in self.columns.items():
+            suffix = "" if name == self.optional_from else suffix
+            parts.append(f"{name} {_SQL_TYPES[kind]}{suffix}")
+        parts.append("checksum BLOB NOT NULL")
+        for index, names in enumerate(self.unique):
+            parts.append(f"{'UNIQUE' if index else 'PRIMARY KEY'} ({','.join(names)})")
+        return f"CREATE TABLE {self.name} ({','.join(parts)})"
 
     @property
     def _row(self) -> tuple[str, str]:
@@ -116,10 +138,12 @@ META: Final = Table(
         "fingerprint": str,
         "architecture": str,
         "number_floor": int,
+        "token_floor": int,
         "base_checkpoint": str,
+        "pool_id": str,
     },
     (),
-    "the generation, the epoch and the base model that the pool is bound to",
+    "the generation, the epoch, the pool's identity and the base model that it is bound to",
 )
 POLICIES: Final = Table(
     "policies",
@@ -130,11 +154,24 @@ POLICIES: Final = Table(
         "fencing_token": int,
         "served_version": int,
         "retain": int,
+        "forgotten": int,
+        "owner": str,
+        "trainer_id": str,
+        "session_id": str,
+        "lease_token": int,
+        "lease_seconds": float,
+        "host": str,
+        "host_key": str,
+        "pid": int,
+        "start_time": float,
     },
-    ("name",),
-    "the numbers that a policy has reached, and which version is served",
+    (("name",),),
+    "the numbers that a policy has reached, which version is served, and who owns it",
+    "trainer_id",  # and those after it: of its owner's lease
     {"kind": PolicyKind},
 )
+#: Columns of ``POLICIES`` once a lease has ended.
+NO_LEASE: Final = dict.fromkeys([*POLICIES.columns][8:])
 VERSIONS: Final = Table(
     "versions",
     {
@@ -157,42 +194,27 @@ VERSIONS: Final = Table(
         "failure_reason": str,
         "failure_message": str,
     },
-    ("policy", "version", "trainer_id", "request_id", "transfer_id"),
+    (("policy", "version"), ("trainer_id", "request_id"), ("transfer_id",)),
     "what became of a version, and its digest",
+    "digest_algorithm",
     {"state": VersionState},
 )
 PINS: Final = Table(
-    "pins", {"policy": str, "version": int}, ("policy", "version"), "that a version is pinned"
+    "pins", {"policy": str, "version": int}, (("policy", "version"),), "that a version is pinned"
 )
 WITHDRAWN: Final = Table(
     "withdrawn",
     {"replica_id": str, "standing": int, "reason": str},
-    ("replica_id",),
+    (("replica_id",),),
     "that a replica is kept out of service",
-    {"standing": ReplicaState},
+    kinds={"standing": ReplicaState},
 )
-FORGOTTEN: Final = Table("forgotten", {"name": str}, ("name",), "that a policy was forgotten")
 AS_STARTED: Final = Table(
-    "as_started", {"content": bytes}, ("content",), "that a pushed base holds the bytes of base@0"
+    "as_started",
+    {"content": bytes},
+    (("content",),),
+    "that a pushed base holds the bytes of base@0",
 )
-OWNERS: Final = Table(
-    "owners",
-    {
-        "policy": str,
-        "owner": str,
-        "trainer_id": str,
-        "session_id": str,
-        "fencing_token": int,
-        "seconds": float,
-        "host": str,
-        "host_key": str,
-        "pid": int,
-        "start_time": float,
-    },
-    ("policy",),
-    "who owns a policy, and by which lease",
-)
-POOL: Final = Table("pool", {"pool_id": str}, ("pool_id",), "the identity of the pool")
 SLEEPS: Final = Table(
     "sleeps",
     {
@@ -203,7 +225,7 @@ SLEEPS: Final = Table(
         "aborts": int,
         "seconds": float,
     },
-    ("replica_id",),
+    (("replica_id",),),
     "an order to a replica to sleep",
 )
 EVENTS: Final = Table(
@@ -217,8 +239,9 @@ EVENTS: Final = Table(
         "policy": str,
         "version": int,
     },
-    ("number",),
+    (("number",),),
     "something that has happened",
+    "policy",  # and version: of what a transfer moves
     # Of a later Weft, a kind may be unknown: such events are kept, and told by none but it.
 )
 TABLES: Final = (
@@ -227,56 +250,10 @@ TABLES: Final = (
     VERSIONS,
     PINS,
     WITHDRAWN,
-    FORGOTTEN,
     AS_STARTED,
     EVENTS,
-    OWNERS,
     SLEEPS,
-    POOL,
 )
-
-#: Schema 4: what this file adds to each table that was there.
-COUNTS: Final = """
-CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
-""" + "".join(
-    f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
-    f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
-    for table in TABLES
-    if table not in (FORGOTTEN, AS_STARTED, EVENTS, OWNERS, SLEEPS, POOL)
-)
-#: Schema 5.
-FORGOTTEN_POLICIES: Final = """
-CREATE TABLE forgotten (name TEXT PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
-INSERT INTO counts VALUES ('forgotten', 0);
-"""
-#: Schema 6.
-BASES_AS_STARTED: Final = """
-CREATE TABLE as_started (content BLOB PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
-INSERT INTO counts VALUES ('as_started', 0);
-"""
-#: Schema 7. ``policy`` and ``version`` are of what a transfer moves; NULL elsewhere.
-PAST_EVENTS: Final = """
-CREATE TABLE events (
-  number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
-  message TEXT NOT NULL, policy TEXT, version INTEGER, checksum BLOB NOT NULL DEFAULT x''
-);
-INSERT INTO counts VALUES ('events', 0);
-"""
-#: Schema 8. From ``trainer_id`` on an owner's row is its lease; NULL where it holds none.
-OWNERS_AND_SLEEPS: Final = """
-CREATE TABLE owners (
-  policy TEXT PRIMARY KEY, owner TEXT NOT NULL, trainer_id TEXT, session_id TEXT,
-  fencing_token INTEGER, seconds REAL, host TEXT, host_key TEXT, pid INTEGER, start_time REAL,
-  checksum BLOB NOT NULL DEFAULT x''
-);
-CREATE TABLE sleeps (
-  replica_id TEXT PRIMARY KEY, trainer_id TEXT NOT NULL, fencing_token INTEGER NOT NULL,
-  level INTEGER NOT NULL, aborts INTEGER NOT NULL, seconds REAL NOT NULL,
-  checksum BLOB NOT NULL DEFAULT x''
-);
-CREATE TABLE pool (pool_id TEXT PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
-INSERT INTO counts VALUES ('owners', 0), ('sleeps', 0), ('pool', 0);
-"""
 
 
 class Rows:
@@ -285,6 +262,14 @@ class Rows:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._execute = connection.execute
+
+    def create(self) -> None:
+        """Create every table, and the one row of ``META``."""
+        self._execute("CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL)")
+        for table in TABLES:
+            self._execute(table.create_query)
+            self._execute("INSERT INTO counts VALUES (?, 0)", (table.name,))
+        self.put(META, (0, 0, "", "", 0, 0, "", ""))
 
     def put(self, table: Table, given: Sequence[Any]) -> None:
         """Write a row in place of the one with its identity, or as a new one.
@@ -322,44 +307,29 @@ class Rows:
             query = "UPDATE counts SET num_rows = num_rows + ? WHERE name=?"
             self._execute(query, (more, table.name))
 
-    def seal(self) -> None:
-        """Give every row its checksum and every table its count, as they are now."""
+    def problems(self) -> Iterator[str]:
+        """Yield the problems found in the tables, for error messages."""
+        counts = dict(self._execute("SELECT name, num_rows FROM counts").fetchall())
+        counts[META.name] = 1
         for table in TABLES:
             count = 0
-            for rowid, _, *values in [*self._all(table, "x''")]:
-                query = f"UPDATE {table.name} SET checksum=? WHERE rowid=?"
-                self._execute(query, (table.checksum(values), rowid))
+            for checksum, *values in self._all(table):
                 count += 1
-            self._execute("UPDATE counts SET num_rows=? WHERE name=?", (count, table.name))
-
-    def problems(self, *, sealed: bool) -> Iterator[str]:
-        """Yield the problems found in the tables, for error messages.
-
-        Args:
-            sealed: Whether rows have checksums, and tables counts.
-        """
-        counts = {META.name: 1}
-        if sealed:
-            counts.update(self._execute("SELECT name, num_rows FROM counts").fetchall())
-        for table in TABLES:
-            count = 0
-            for _, checksum, *values in self._all(table, "checksum"):
-                count += 1
-                if sealed and checksum != table.checksum(values):
+                if checksum != table.checksum(values):
                     yield f"{_shown(table, values)} ({table.row_is})"
                 elif unknown := table.unknown(values):
                     yield f"{_shown(table, values)}, whose {unknown} means nothing"
-            if count != counts.get(table.name, -1 if sealed else count):
+            if count != counts.get(table.name, -1):
                 yield (
                     f"{table.name} has {count} rows and was left with "
                     f"{counts.get(table.name, 'no count')} (a row of it: {table.row_is})"
                 )
 
-    def _all(self, table: Table, checksum: str) -> Iterator[Sequence[Any]]:
+    def _all(self, table: Table) -> Iterator[Sequence[Any]]:
         names = ",".join(table.columns)
         self._connection.text_factory = _text
         try:
-            yield from self._execute(f"SELECT rowid,{checksum},{names} FROM {table.name}")
+            yield from self._execute(f"SELECT checksum,{names} FROM {table.name}")
         finally:
             self._connection.text_factory = str
 
@@ -424,38 +394,55 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
     )
 
 
-def owner_to_row(policy: Policy) -> tuple[Any, ...]:
-    """Encode a policy's owner and lease as the values of its row, in the order of the columns."""
+def policy_to_row(policy: Policy) -> tuple[Any, ...]:
+    """Encode a policy as the values of its row, in the order of the columns."""
     lease = policy.lease
-    if lease is None:
-        return without_lease((policy.name, policy.owner))
-    process = lease.process
+    held: tuple[Any, ...] = (None,) * len(NO_LEASE)
+    if lease is not None:
+        process = lease.process
+        held = (
+            lease.trainer_id,
+            lease.session_id,
+            lease.fencing_token,
+            lease.seconds,
+            process.host,
+            process.host_key,
+            process.pid,
+            process.start_time,
+        )
     return (
         policy.name,
+        policy.kind,
+        policy.last_version,
+        policy.fencing_token,
+        policy.served_version,
+        policy.retain,
+        policy.forgotten,
         policy.owner,
-        lease.trainer_id,
-        lease.session_id,
-        lease.fencing_token,
-        lease.seconds,
-        process.host,
-        process.host_key,
-        process.pid,
-        process.start_time,
+        *held,
     )
 
 
-def without_lease(row: Sequence[Any]) -> tuple[Any, ...]:
-    """Return an owner's row once its lease has ended."""
-    return (*row[:2], *(None,) * 8)
-
-
-def owner_from_row(row: Sequence[Any]) -> tuple[str, Lease | None]:
-    """Decode a policy's owner and lease from the values of its row; the lease has no expiry yet."""
-    _, owner, trainer_id, session_id, token, seconds, *process = row
-    if trainer_id is None:
-        return owner, None
-    started = TrainerProcess(*process)
-    return owner, Lease(trainer_id, session_id, token, 0.0, started, seconds=seconds)
+def policy_from_row(row: Sequence[Any]) -> Policy:
+    """Decode a policy from the values of its row, without what is known of its versions. Its lease
+    has no expiry yet."""
+    name, kind, last, token, served, retain, forgotten, owner, *held = row
+    lease = None
+    if held[0] is not None:
+        trainer_id, session_id, lease_token, seconds, *process = held
+        started = TrainerProcess(*process)
+        lease = Lease(trainer_id, session_id, lease_token, 0.0, started, seconds=seconds)
+    return Policy(
+        name,
+        PolicyKind(kind),
+        last,
+        token,
+        served,
+        lease=lease,
+        retain=retain,
+        forgotten=bool(forgotten),
+        owner=owner,
+    )
 
 
 def sleep_to_row(replica_id: str, order: StandingSleepOrder) -> tuple[Any, ...]:

@@ -275,7 +275,7 @@ def test_a_push_that_is_to_be_checked_does_not_go_where_it_is_loaded_before() ->
 
 def test_a_base_in_no_order_is_not_loaded_in_place() -> None:
     m = Machine()
-    m.register("r0", loads_in_place=True, takes_runs=True)
+    m.register("r0", loads_in_place=True)
     m.do(events.ReferenceKnown("f" * 64))
     m.acquire("base")
     error = m.error(m.begin("base", carries_runs=True))

@@ -220,15 +220,7 @@ def test_a_request_id_is_of_one_plan() -> None:
     assert m.error(other).reason == "REQUEST_CONFLICT"
 
 
-def test_replicas_that_take_no_runs_and_groups_that_are_too_large_are_refused() -> None:
-    m = Machine()
-    m.register("old", takes_runs=False)
-    m.pool()
-    m.acquire("math")
-    error = m.error(m.begin(layout=LAYOUT, send_plan=PLAN))
-    assert (error.reason, error.metadata["replica"]) == ("UNSUPPORTED", "old")
-    m.answer(m.begin(layout=LAYOUT))
-
+def test_groups_that_are_too_large_are_refused() -> None:
     m = Machine()
     for i in range(16):
         m.register(f"r{i}", num_receivers=(MAX_GROUP_SIZE - 1) // 16 + (i < 15))

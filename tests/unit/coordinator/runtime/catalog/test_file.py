@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import subprocess
@@ -107,17 +106,9 @@ def test_it_is_free_once_it_is_closed_or_could_not_be_opened(catalog_path: Path)
     with closing(sqlite3.connect(catalog_path)) as other:
         other.execute("PRAGMA user_version=999")
     for _ in range(2):
-        assert _reason(catalog_path) == "CATALOG_TOO_NEW"
+        assert _reason(catalog_path) == "CATALOG_OTHER_SCHEMA"
     with _process(catalog_path) as said:
-        assert said == "CATALOG_TOO_NEW"
-
-
-def test_a_coordinator_before_schema_4_locks_the_file_beside_it(catalog_path: Path) -> None:
-    assert _reason(catalog_path) == "open"
-    with open(f"{catalog_path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert _reason(catalog_path) == "CATALOG_LOCKED"
-    assert _reason(catalog_path) == "open"
+        assert said == "CATALOG_OTHER_SCHEMA"
 
 
 def test_of_two_that_create_it_one_gets_it(catalog_path: Path) -> None:

@@ -17,14 +17,13 @@ from rollout_side.vllm_engine.compat.places import VllmPlace
 from tests.versions.names import FILE
 from weft_rl.contract.errors import UnsupportedError
 
-RELEASES = [(0, minor) for minor in range(places.OLDEST[1], places.TOO_NEW[1])]
 FOUND = {name: set(of.split()) for name, of in json.loads(FILE.read_text()).items()}
 ANEW = "python -m tests.versions.names"
 #: Names that are none of these: of layers that quantise, of each proposer, of drafters.
 OTHERS = {"quant_method", "model", "drafter", "speculator"}
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=str)
+@pytest.mark.parametrize("release", places.RELEASES, ids=str)
 def test_each_release_has_one_of_the_names(release: tuple[int, int]) -> None:
     number = ".".join(map(str, release))
     lost = [
