@@ -20,8 +20,8 @@ _KILLED_SECONDS = 8.0
 
 
 class ForkedRank(Process):
-    """``python -m tests.trainers.process``, but for the imports: a process that is forked, with what
-    its users call of ``subprocess.Popen``."""
+    """``python -m tests.trainers.process``, but for the imports: a forked process, with the methods
+    of ``subprocess.Popen`` that its users call."""
 
     def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
         self._open_log(name, log_dir)
