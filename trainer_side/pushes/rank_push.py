@@ -17,15 +17,21 @@ from trainer_side.packing.packer import (
     whole_packing,
 )
 from trainer_side.ranks.ranks import SENDER, Ranks
-from trainer_side.sharding.hand_over import GivingRanks, hand_over
-from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
+from trainer_side.sharding.plan import ShardPlan, ShardPlans
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
-from trainer_side.sources.source import Source, reading, torch_dtypes
+from trainer_side.sources.source import Source, reading
 from weft_rl.containers import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES, Manifest, Run, plan_buckets
+from weft_rl.contract.group import MAX_SENDERS
+from weft_rl.contract.manifest import (
+    DEFAULT_BUCKET_BYTES,
+    MAX_WIRE_BUCKETS,
+    Manifest,
+    Run,
+    plan_buckets,
+)
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.interrupts import Flag
 
@@ -65,10 +71,6 @@ class RankPush:
         Args:
             is_under_way: False for a retried call of a push that has ended.
         """
-
-    def hand_over(self) -> None:
-        """Give the elements that another rank sends for this one, if there are any. Blocks until
-        that rank has all, or the push has ended there."""
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
         """See ``Reader``."""
@@ -249,16 +251,13 @@ class ShardedPush(RankPush):
     def __init__(
         self, source: ShardSource, manifest: Manifest, plan: ShardPlan, ranks: Ranks
     ) -> None:
-        self.source, self._plan, self._ranks = source, plan, ranks
+        self.source, self._ranks = source, ranks
         self.description, self.remarks = source.description, source.remarks
         self.num_bytes = manifest.total_bytes
         self.agreed = manifest.layout_digest + plan.digest
         self.senders = plan.senders
         self.sender = plan.senders.index(ranks.rank) if ranks.rank in plan.senders else None
         self.packing = plan.packings[self.sender or 0]
-        self._dtypes = torch_dtypes(source.metas)
-        givers = {rank: each for rank, each in plan.handed.items() if each.to == ranks.rank}
-        self._givers = GivingRanks(source, givers, self._dtypes, ranks)
         self._lock = threading.Lock()
         self._begun = Flag()
         self._sum: DigestSum | None = None
@@ -284,24 +283,14 @@ class ShardedPush(RankPush):
         self.add_up()
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
-        """See ``Reader``; elements that other ranks hand over are included."""
+        """See ``Reader``."""
         with reading(self.description):
-            self._givers.fill(runs, views)
+            self.source.fill(runs, views)
 
     def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
         """See ``Reader``."""
         with reading(self.description):
-            return self._givers.by_reference(runs)
-
-    def hand_over(self) -> None:
-        """See ``RankPush``.
-
-        Raises:
-            PeerUnavailableError: ``RANK_GONE``.
-        """
-        handed = self._plan.handed.get(self._ranks.rank)
-        if handed is not None:
-            hand_over(self.source, handed, self._dtypes, self._ranks, self.end_packing)
+            return self.source.by_reference(runs)
 
     def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
         """See ``Reader``.
@@ -315,7 +304,6 @@ class ShardedPush(RankPush):
                 if totals is not None:
                     values = torch.tensor([(t + _SIGN) % 2**64 - _SIGN for t in totals])
                 try:
-                    self._givers.end()
                     self._sum = self._ranks.add_up(values)
                 finally:
                     self._begun.set()  # or it never will
@@ -357,16 +345,15 @@ class RankPushFactory:
     Args:
         ranks: Ranks of the trainer.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
-        max_senders: Most ranks that send. If more hold shards, the others pass theirs to those that
-            send; with 1, rank 0 gathers whole tensors.
+        max_senders: Most ranks that send. If more hold shards, rank 0 gathers whole tensors.
     """
 
     def __init__(
-        self, ranks: Ranks, bucket_bytes: int | None, max_senders: int = DEFAULT_MAX_SENDERS
+        self, ranks: Ranks, bucket_bytes: int | None, max_senders: int = MAX_SENDERS
     ) -> None:
         self.ranks = ranks
         self._bucket_bytes, self._max_senders = bucket_bytes, max_senders
-        self._shard_plans = ShardPlans(max_senders)
+        self._shard_plans = ShardPlans()
         self._kept: LruMapping[tuple[int, tuple[TensorMeta, ...]], PackedLayout] = LruMapping(
             _MAX_KEPT
         )
@@ -375,19 +362,20 @@ class RankPushFactory:
     def weights_push(self, source: Source, backend: str) -> RankPush:
         """Make the push of a source that every rank has: of the shards that the ranks hold, or
         gathered at rank 0."""
-        packing, ranks = self._packing(source.metas, backend), self.ranks
-        gathered = GatheredPush(source, ranks, packing)
-        if ranks.size == 1 or self._max_senders == 1:
-            return gathered
-        shards = shard_source(source, ranks)
-        if not isinstance(shards, ShardSource):
-            gathered.remarks = () if shards is None else shards.remarks
-            return gathered
-        plan = self._shard_plans.plan(packing.manifest, shards.held)
-        if isinstance(plan, str):
-            gathered.remarks = (f"rank 0 gathered all: {plan}",)
-            return gathered
-        return ShardedPush(shards, packing.manifest, plan, ranks)
+        shards = None if self._max_senders == 1 else shard_source(source, self.ranks)
+        remarks = () if shards is None else shards.remarks
+        if isinstance(shards, ShardSource):
+            if shards.num_holders <= self._max_senders:
+                manifest = self._packing(source.metas, backend, shards.num_holders).manifest
+                plan = self._shard_plans.plan(manifest, shards.held)
+                return ShardedPush(shards, manifest, plan, self.ranks)
+            remarks = (
+                f"rank 0 gathered all: {shards.num_holders} ranks hold parts of it, and at most "
+                f"{self._max_senders} may send",
+            )
+        gathered = GatheredPush(source, self.ranks, self._packing(source.metas, backend))
+        gathered.remarks = remarks
+        return gathered
 
     def ordered_push(self, source: OrderedSource, backend: str) -> RankPush:
         """Make the push, at rank 0, of named tensors whose order is known beforehand."""
@@ -399,9 +387,20 @@ class RankPushFactory:
         packing = self._packing(source.metas, backend)
         return NamedPush(source, announced_packing(packing.manifest))
 
-    def _packing(self, metas: tuple[TensorMeta, ...], backend: str) -> PackedLayout:
-        """Return the packing of whole tensors."""
-        capacity, last = bucket_capacity(backend, self._bucket_bytes), self._last
+    def _packing(
+        self, metas: tuple[TensorMeta, ...], backend: str, num_senders: int = 1
+    ) -> PackedLayout:
+        """Return the packing of whole tensors. Its buckets are larger than chosen where so many
+        senders would cut them into more wire buckets than a transfer may have."""
+        capacity = bucket_capacity(backend, self._bucket_bytes)
+        packing = self._packing_by(capacity, metas)
+        while len(packing.manifest.buckets) > max(1, MAX_WIRE_BUCKETS // num_senders):
+            capacity *= 2
+            packing = self._packing_by(capacity, metas)
+        return packing
+
+    def _packing_by(self, capacity: int, metas: tuple[TensorMeta, ...]) -> PackedLayout:
+        last = self._last
         if last is not None and last[0] == capacity and last[1] is metas:
             return last[2]  # without a look at thousands of tensors
         packing = self._kept.get((capacity, metas))

@@ -66,6 +66,11 @@ class ShardSource:
         self._numbers = _numbers(self.held, rank)
 
     @property
+    def num_holders(self) -> int:
+        """Number of ranks that hold some of it."""
+        return len({rank for tensor in self.held for rank, _ in tensor})
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks that the push's success does not show."""
         if not self.gathered:
