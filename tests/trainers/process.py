@@ -28,7 +28,7 @@ from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import Publisher, PushOptions, PushResult
 from trainer_side.pool.peer import SideGroupRank
-from trainer_side.pushes.rank_push import ShardedPush
+from trainer_side.pushes.rank_push import HeldPush
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.manifest import Run
 
@@ -106,12 +106,12 @@ class Rank:
         #: Slices that this rank packed in the last push: runs of several pieces.
         self._slices = 0
 
-        def fill(push: ShardedPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        def fill(push: HeldPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
             self._slices += sum(run.repeats > 1 for run in runs)
             fill_original(push, runs, outs)
 
-        fill_original = ShardedPush.fill
-        ShardedPush.fill = fill  # type: ignore[method-assign]
+        fill_original = HeldPush.fill
+        HeldPush.fill = fill  # type: ignore[method-assign]
 
     def make(
         self,

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer_side.packing.packer import PackedLayout
+from trainer_side.sources.source import Held
 from weft_rl.containers import LruMapping
 from weft_rl.contract.manifest import Manifest, Run, WireBucket, make_send_plan
 
 _MAX_PLANS = 8
-#: Elements of one tensor that a rank of the trainer holds.
-Held = tuple[int, Run]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.doubles.shards import sharded
 from trainer_side.push_request import PushOptions, PushPlan, PushSettings, checks_finite, plan_push
 from trainer_side.pushes import rank_push
 from trainer_side.pushes.content import PushContent
-from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
+from trainer_side.pushes.rank_push import GatheredPush, HeldPush, RankPushFactory
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.tensors import Reference
@@ -47,7 +47,7 @@ def test_a_layout_is_made_once_and_cut_as_told() -> None:
     plan = plan_push(request, target, packings, _no_reference)
     packing = plan.push.packing
     assert [bucket.payload_bytes for bucket in packing.manifest.buckets] == [1024, 1024]
-    assert isinstance(plan.push, GatheredPush)
+    assert isinstance(plan.push, HeldPush)
     assert (plan.adapter, plan.finite, plan.backend) == (None, False, "gloo")
     assert plan_push(request, target, packings, _no_reference).push.packing is packing
 
@@ -76,7 +76,7 @@ def _plan(content: _Content, max_senders: int = 64) -> PushPlan:
 
 
 def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to() -> None:
-    assert isinstance(_plan(_Content(8)).push, ShardedPush)
+    assert isinstance(_plan(_Content(8)).push, HeldPush)
     assert _plan(_Content(8)).push.remarks == ()
     gathered = _plan(_Content(6)).push
     assert isinstance(gathered, GatheredPush)

@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_side.sharding.plan import Held, ShardPlan, ShardPlans, plan_shards
+from trainer_side.sharding.plan import ShardPlan, ShardPlans, plan_shards
+from trainer_side.sources.source import Held
 from weft_rl.contract.manifest import Manifest, Run, check_coverage, check_send_plan, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 
