@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, cast
 
 from weft_rl.cli.demo.processes import Process
 
@@ -21,8 +20,11 @@ _KILLED_SECONDS = 8.0
 class ForkedRank(Process):
     """``python -m tests.trainers.process``, but for the imports."""
 
-    def _start(self, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        return cast(Any, _Fork(args, env, self._log.fileno()))
+    def _launch(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        fork = _Fork(args, env, self._log.fileno())
+        self.stdin, self.stdout, self.pid = fork.stdin, fork.stdout, fork.pid
+        self.poll, self.wait = fork.poll, fork.wait  # type: ignore[method-assign, assignment]
+        self.send_signal = fork.send_signal  # type: ignore[method-assign]
 
 
 class _Fork:

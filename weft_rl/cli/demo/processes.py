@@ -45,13 +45,16 @@ class Process(subprocess.Popen[str]):
         self.name = name
         self.log_path = log_dir / f"{name}.log"
         self._log = self.log_path.open("w")
+        self._launch(args, env)
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _launch(self, args: Sequence[str], env: dict[str, str]) -> None:
         super().__init__(
             [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, **env}, start_new_session=True,
         )  # fmt: skip
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
 
     def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
         """Return the next wanted line of its output.
