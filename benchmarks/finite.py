@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import describe
-from trainer_side.packing.packer import Packer, check_finite, whole_packing
-from trainer_side.pushes.rank_push import GatheredPush, bucket_capacity
+from trainer_side.packing.packer import Packer, check_finite
+from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.capabilities import GLOO, NCCL
-from weft_rl.contract.manifest import Manifest, plan_buckets
+from weft_rl.contract.manifest import Manifest
 
 _NUM_TENSORS, _TOTAL_BYTES, _ROUNDS = 448, 175_000_000, 11
 
@@ -36,10 +36,8 @@ def main() -> None:
         for i in range(_NUM_TENSORS)
     }
     source = tensor_source(tensors, CastRule(enabled=False), "benchmark")
-    capacity = bucket_capacity(NCCL if on_gpu else GLOO, None)
-    manifest = plan_buckets(source.metas, capacity)
-    packing = whole_packing(manifest)
-    packer, push = Packer(packing, device=device), GatheredPush(source, OneRank(), packing)
+    push = RankPushFactory(OneRank(), None).weights_push(source, NCCL if on_gpu else GLOO)
+    packer, manifest = Packer(push.packing, device=device), push.packing.manifest
 
     def pack(finite: bool) -> None:
         for index in range(len(manifest.buckets)):

@@ -30,10 +30,11 @@ from tests.trainers.kinds import wrap
 from trainer_side.packing.packer import Packer, whole_packing
 from trainer_side.params.params import WholeParams
 from trainer_side.pushes.content import ModelBase
-from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import ranks_of
 from trainer_side.sources.source import CastRule, ParamsSource
+from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.codec import dtype_to_proto
@@ -91,7 +92,7 @@ def _loss_of(width: int) -> Callable[[nn.Module, int], torch.Tensor]:
 
 def _weft(source: Any, manifest: Manifest, packer: Packer | None, ranks: Any) -> None:
     ranks.open(time.monotonic() + 60)
-    push = GatheredPush(source, ranks, packer.packing if packer else whole_packing(manifest))
+    push = RankPushFactory(ranks, BUCKET_BYTES, max_senders=1).weights_push(source, GLOO)
     if packer is None:
         push.assist(is_under_way=True)
         return
@@ -121,7 +122,7 @@ def _naive(trainer: Any, adapter: bool, manifest: Manifest, packer: Packer | Non
     if packer is not None:
         cast = CastRule(enabled=False)
         source = ParamsSource(WholeParams(whole, ""), {n: n for n in whole}, cast, "")
-        push = GatheredPush(source, OneRank(), packer.packing)
+        push = RankPushFactory(OneRank(), BUCKET_BYTES).weights_push(source, GLOO)
         for index in range(len(manifest.buckets)):
             packer.pack(index, push, nonce=1)
 

@@ -32,7 +32,6 @@ from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import SENDER, Ranks, told
 from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.rollout_sleep import RolloutSleep
-from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sources.named_source import Metadata, NamedTensors
 from weft_rl.contract.capabilities import BackendChoice
 from weft_rl.contract.errors import InvalidRequestError
@@ -122,9 +121,9 @@ class Publisher:
             one its routes choose towards the coordinator.
         device: The accelerator that NCCL sends from, for example "cuda:1"; by default
             the current one.
-        max_senders: Most ranks of a sharded trainer that send what they hold (64; at most 256),
-            each over a stream of its own to the coordinator; the others pass theirs to one of
-            these. With 1, rank 0 gathers and sends all.
+        max_senders: Most ranks of a sharded trainer that send what they hold (256), each over a
+            stream of its own to the coordinator. Where more hold some, rank 0 gathers and sends
+            all.
 
     Raises:
         InvalidRequestError: An argument that cannot be right; nothing was tried.
@@ -191,7 +190,7 @@ class Publisher:
         self._pushing = PushExecutor(
             pushing_ranks,
             client,
-            RankPushFactory(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
+            RankPushFactory(pushing_ranks, bucket_bytes, max_senders or MAX_SENDERS),
             SideGroupRank(coordinator, data_host, selection, credentials),
         )
         self._background = BackgroundPusher(self._pushing, ranks_of(ranks, "copies"))

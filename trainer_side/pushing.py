@@ -523,7 +523,6 @@ class PushExecutor:
                 else:
                     push.assist(is_under_way=is_under_way)
             try:
-                push.hand_over()
                 with sharing(ranks) as shared:
                     if ranks.rank == SENDER:
                         try:

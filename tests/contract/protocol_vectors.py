@@ -54,9 +54,6 @@ def metas(tensors: dict[str, torch.Tensor] = TENSORS) -> list[TensorMeta]:
 class _Tensors:
     """A ``Source`` of ``TENSORS``."""
 
-    def by_reference(self, first: int, count: int) -> list[torch.Tensor | None]:
-        return [None] * count
-
     def read(self, first: int, count: int, into: list[torch.Tensor]) -> None:
         values = list(TENSORS.values())[first : first + count]
         for target, value in zip(into, values, strict=True):

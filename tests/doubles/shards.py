@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from trainer_side.params.dtensor import MeshSplit, cells_of
-from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
-from trainer_side.ranks.ranks import OneRank
+from trainer_side.params.elements import Elements, HeldRun
+from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
+from trainer_side.pushes.rank_push import HeldPush
+from trainer_side.ranks.ranks import OneRank, Ranks
+from trainer_side.sharding.plan import plan_shards
+from trainer_side.sources.source import HeldTensors
+from weft_rl.contract.manifest import Manifest
 
 
 class OneOfSeveral(OneRank):
@@ -29,6 +35,14 @@ class OneOfSeveral(OneRank):
                 self._given[rank] = message.clone()
             elif rank in self._given:
                 message.copy_(self._given[rank])
+
+
+def held_push(
+    source: Any, elements: Sequence[Elements | None], ranks: Ranks, manifest: Manifest
+) -> HeldPush:
+    """Of tensors that ranks hold so, or are gathered at the first."""
+    tensors = HeldTensors.of(elements, source.metas, ranks.rank)
+    return HeldPush(source, tensors, manifest, plan_shards(manifest, tensors.held), ranks)
 
 
 def sharded(

@@ -42,10 +42,6 @@ class FromFile:
         for view, tensor in zip(views or (), tensors, strict=True):
             view.copy_(tensor)
 
-    def by_reference(self, first: int, count: int) -> list[torch.Tensor | None]:
-        """As the packer's source."""
-        return [None] * count
-
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Each comes where the last one lay, after garbage."""
         packer = SourcePacker(self, self.manifest)

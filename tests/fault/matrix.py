@@ -55,7 +55,7 @@ class Case(PoolProcesses):
         super().__init__(work, strike.pool_env)
         self.strike = strike
         #: Processes of the trainer, its sender first.
-        self.trainer = ["trainer", "rank-1", "rank-2"][: ROLES[strike.role].num_ranks]
+        self.trainer = ["trainer", "rank-1"][: ROLES[strike.role].num_ranks]
         self.armed = strike.process
         self.start_coordinator()
         for name in REPLICAS:

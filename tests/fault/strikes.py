@@ -216,20 +216,6 @@ def _sending_rank(strike: Strike) -> None:
             _after(PushExecutor, "_carry_out", strike)
 
 
-def _giving_rank(strike: Strike) -> None:
-    """Points of a trainer rank that hands what it holds to one that sends it."""
-    from trainer_side.pushes.rank_push import ShardedPush
-    from trainer_side.sources.shard_source import ShardSource
-
-    match strike.point:
-        case "in rendezvous":
-            _before(ShardedPush, "hand_over", strike)
-        case "at a bucket":
-            _before(ShardSource, "fill", strike, _count(BUCKET, strike))
-        case "before commit":
-            _after(ShardedPush, "hand_over", strike)
-
-
 def _gathering_rank(strike: Strike) -> None:
     """Points of a trainer rank from which another gathers."""
     from trainer_side.params.sharded import ShardedParams
@@ -426,7 +412,6 @@ ROLES = {
     "trainer sender": Role("trainer", _trainer),
     "trainer sender, of two": Role("trainer", _sending_rank, POINTS[1:5], num_ranks=2),
     "trainer rank": Role("rank-1", _sending_rank, num_ranks=2),
-    "trainer rank, handing over": Role("rank-2", _giving_rank, POINTS[1:4], num_ranks=3),
     # To a rank that is gathered from, all from the last bucket to the outcome is one wait.
     "trainer rank, gathering": Role(
         "rank-1", _gathering_rank, (*POINTS[1:4], POINTS[5]), num_ranks=2, max_senders=1

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.gpu.conftest import Note
-from trainer_side.params.elements import held_by
+from trainer_side.params.elements import HeldRun
 from trainer_side.params.merged_elements import LoraFactors, MergedElements, WeightAddition
-from trainer_side.params.sharded import HeldRun, Sharded
+from trainer_side.params.sharded import Sharded, held_by
 from trainer_side.ranks.ranks import OneRank
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file

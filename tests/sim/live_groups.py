@@ -12,6 +12,7 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft_rl.contract.manifest import SendPlan
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport
 from weft_rl.coordinator.runtime.live_groups import Watermark
@@ -21,6 +22,7 @@ class _LiveGroup:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.links: dict[int, Stream] = {}
+        self.plan: SendPlan | None = None
         self.watermark: Watermark | None = None
         self.reports: dict[int, RankReport] = {}
         self.num_told: dict[int, int] = {}
@@ -69,8 +71,8 @@ class LiveGroups:
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
         elif live is not None and mark is not None and mark.transfer_id == transfer_id:
             if kind == "verified":
-                if mark.report(rank, *rest):
-                    self._release(live, transfer_id, mark.num_verified)
+                for sender in mark.report(rank, *rest):
+                    self._release(live, sender, transfer_id, mark.num_verified)
             elif kind == "staged":
                 assert rank in live.group.senders or mark.is_through(rank)
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
@@ -100,6 +102,8 @@ class LiveGroups:
                     link.end(StaleEpochError(f"the group was dropped: {why}"))
             case effects.SendPrepare(group_id=group_id, transfer=transfer, time_left=left):
                 live = self.live.get(group_id)
+                if live is not None:
+                    live.plan = transfer.send_plan
                 for rank in live.group.receivers if live is not None else ():
                     if rank in live.links:
                         live.links[rank].down(("prepare", transfer.transfer_id, transfer, left))
@@ -113,11 +117,12 @@ class LiveGroups:
                         effect.num_buckets,
                         first,
                         live.group.num_senders,
+                        live.plan,
                     )
                     live.num_told = {}
                 self._send(group_id, ("start", transfer_id, first))
-                if first and live is not None:
-                    self._release(live, transfer_id, first)
+                for sender in live.group.senders if first and live is not None else ():
+                    self._release(live, sender, transfer_id, first)
             case effects.SendReform(group_id=group_id, transfer_id=transfer_id):
                 live = self.live.get(group_id)
                 for rank in live.group.senders if live is not None else ():
@@ -132,7 +137,6 @@ class LiveGroups:
         for link in live.links.values() if live else ():
             link.down(message)
 
-    def _release(self, live: _LiveGroup, transfer_id: str, num_buckets: int) -> None:
-        for rank in live.group.senders:
-            if rank in live.links:
-                live.links[rank].down(("released", transfer_id, num_buckets))
+    def _release(self, live: _LiveGroup, rank: int, transfer_id: str, num_buckets: int) -> None:
+        if rank in live.links:
+            live.links[rank].down(("released", transfer_id, num_buckets))

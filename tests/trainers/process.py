@@ -28,9 +28,7 @@ from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import Publisher, PushOptions, PushResult
 from trainer_side.pool.peer import SideGroupRank
-from trainer_side.pushes import rank_push as shard_push
-from trainer_side.pushes.rank_push import ShardedPush
-from trainer_side.sharding.plan import HandedRuns
+from trainer_side.pushes.rank_push import HeldPush
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.manifest import Run
 
@@ -105,22 +103,15 @@ class Rank:
         self._trainer: Trainer | None = None
         self._step = 0
         self._futures: list[Future[PushResult]] = []
-        #: Buckets' parts that this rank handed to another in the last push, and slices that it
-        #: packed: runs of several pieces.
-        self._handed = self._slices = 0
-        original = shard_push.hand_over
+        #: Slices that this rank packed in the last push: runs of several pieces.
+        self._slices = 0
 
-        def hand_over(source: Any, handed: HandedRuns, *rest: Any) -> None:
-            original(source, handed, *rest)
-            self._handed = len(handed.runs)
-
-        def fill(push: ShardedPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        def fill(push: HeldPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
             self._slices += sum(run.repeats > 1 for run in runs)
             fill_original(push, runs, outs)
 
-        fill_original = ShardedPush.fill
-        shard_push.hand_over = hand_over
-        ShardedPush.fill = fill  # type: ignore[method-assign]
+        fill_original = HeldPush.fill
+        HeldPush.fill = fill  # type: ignore[method-assign]
 
     def make(
         self,
@@ -280,7 +271,7 @@ class Rank:
         if self._publisher is None:
             self.open()
         assert self._publisher is not None
-        self._handed = self._slices = 0
+        self._slices = 0
         began = time.time()
         method = getattr(self._publisher, f"push_{what}")
         try:
@@ -288,7 +279,7 @@ class Rank:
             options = PushOptions(check_finite=check_finite)
             version, report = method(*given, timeout_seconds=timeout, options=options, **arguments)
             outcome: dict[str, Any] = {
-                "version": version.version, "source": report.source, "handed": self._handed,
+                "version": version.version, "source": report.source,
                 "remarks": report.remarks, "backend": report.backend, "slices": self._slices,
             }  # fmt: skip
         except (RuntimeError, KeyboardInterrupt) as error:

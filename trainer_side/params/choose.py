@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from trainer_side.params.elements import HeldRun
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import (
     Params,
@@ -24,7 +25,7 @@ from trainer_side.params.params import (
     wrapper_of,
 )
 from trainer_side.params.quantised import DequantisedParams
-from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams, of_zero3
+from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams, of_zero3
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
 from weft_rl.containers import LruMapping

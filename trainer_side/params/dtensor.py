@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded
+from trainer_side.params.elements import HeldRun
+from trainer_side.params.sharded import GatheredParam, Sharded
 from trainer_side.ranks.ranks import SENDER
 from weft_rl.contract.errors import UnsupportedError
 

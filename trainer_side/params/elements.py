@@ -4,13 +4,50 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from trainer_side.params.params import Params
-from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """Elements of a parameter that one rank holds: contiguous, or a regular slice.
+
+    Counterpart of ``weft_rl.contract.manifest.Run``, which has no holder.
+    """
+
+    rank: int
+    """Rank that holds the elements, as the trainer counts its ranks."""
+    begin: int
+    """First element in the row-major order of the whole parameter."""
+    numel: int
+    """Elements of each row."""
+    stride: int = 0
+    """Elements from the beginning of one row to that of the next, more than a row has. It is 0
+    where there is only one row."""
+    repeats: int = 1
+    """Number of rows."""
+
+    @property
+    def size(self) -> int:
+        """Elements of all rows."""
+        return self.numel * self.repeats
+
+    @property
+    def end(self) -> int:
+        """Index of the element behind the last one."""
+        return self.begin + self.stride * (self.repeats - 1) + self.numel
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and elements of each."""
+        return self.repeats, self.numel
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the run's elements in a contiguous parameter, as a view of its rows."""
+        begin = whole.storage_offset() + self.begin
+        return whole.as_strided(self.shape, (self.stride, 1), begin)
 
 
 class Elements(Protocol):
@@ -21,8 +58,8 @@ class Elements(Protocol):
         """Runs that hold every element once, at any rank; the same on every rank."""
 
     def held(self, number: int) -> torch.Tensor | None:
-        """Return this rank's run ``number`` (of its own, from 0), 1-D, by reference; None if
-        computed."""
+        """Return this rank's run ``number`` (of its own, from 0), by reference, 1-D or in the shape
+        of the whole; None if computed."""
 
     def fill(self, number: int, out: torch.Tensor) -> None:
         """Compute run ``number``, rounded once to the dtype of ``out``: 1-D, contiguous,
@@ -91,12 +128,6 @@ class HeldElements:
         ]
 
 
-def held_by(param: Sharded, rank: int) -> HeldElements:
-    """Return a parameter's elements as the ranks hold it, at one of them."""
-    ends = list(accumulate(run.size for run in param.runs if run.rank == rank))
-    return HeldElements(param.runs, rank, param.local, list(pairwise([0, *ends])))
-
-
 def _within(run: HeldRun, begin: int, end: int) -> Iterator[tuple[HeldRun, int]]:
     """Yield the parts of a run inside a block, with begins counted from the block's first element.
     With each comes the number of the run's elements before it."""
@@ -114,20 +145,3 @@ def _within(run: HeldRun, begin: int, end: int) -> Iterator[tuple[HeldRun, int]]
         else:
             yield HeldRun(run.rank, low - begin, high - low), at
         row += max(1, rows)
-
-
-def held_elements(params: Params, name: str) -> HeldElements | None:
-    """Return a parameter's elements where the ranks hold them; None if only its framework can
-    gather."""
-    if not isinstance(params, ShardedParams):
-        return None
-    param = params.placed[name]
-    return held_by(param, params.ranks.rank) if isinstance(param, Sharded) else None
-
-
-def why_not_held(params: Params, name: str) -> str:
-    """Return the reason why ``held_elements`` is None, for messages; empty if it is not."""
-    if not isinstance(params, ShardedParams):
-        return "it is not sharded"
-    param = params.placed[name]
-    return param.why if isinstance(param, GatheredParam) else ""

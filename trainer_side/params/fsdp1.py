@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from trainer_side.params.sharded import HeldRun, Sharded
+from trainer_side.params.elements import HeldRun
+from trainer_side.params.sharded import Sharded
 from trainer_side.ranks.ranks import SENDER
 from weft_rl.contract.errors import UnsupportedError
 

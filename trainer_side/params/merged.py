@@ -19,12 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.params.elements import (
-    Elements,
-    HeldElements,
-    held_elements,
-    why_not_held,
-)
+from trainer_side.params.elements import Elements, HeldElements
 from trainer_side.params.lora_layers import check_all_sent, lora_layers
 from trainer_side.params.merged_elements import (
     LoraFactors,
@@ -101,7 +96,7 @@ def merge_settings(model: torch.nn.Module, adapter_name: str) -> dict[str, objec
     return found
 
 
-class MergedParams:
+class MergedParams(Params):
     """Merged parameters by the base model's own names; see ``Params``.
 
     Args:
@@ -167,48 +162,50 @@ class MergedParams:
         return out
 
     def elements(self, name: str) -> Elements | None:
-        """Return a weight as the ranks hold it, each merging its own elements. Return None where
-        one rank must have it whole: DoRA, biases."""
-        base, merge = held_elements(self._params, self._raw[name]), self._merges.get(name)
-        if base is None or merge is None:
+        """See ``Params.elements``: each rank merges its own elements. None where one rank must have
+        it whole: DoRA, biases."""
+        base, merge = self._params.elements(self._raw[name]), self._merges.get(name)
+        if merge is None:
             return base
-        if merge.a not in self._factors:
+        if not isinstance(base, HeldElements) or merge.a not in self._factors:
             return None
         shape, factors = self.metas[name].shape, self._factors
         delta = WeightAddition(shape, factors, merge.a, merge.b, merge.scaling, merge.is_transposed)
-        assert isinstance(self._params, ShardedParams)
-        rank = self._params.ranks.rank
         in_place = merges_in_place(base, delta.width)
-        return MergedElements(base, delta, rank) if in_place else None
+        return MergedElements(base, delta, base.rank) if in_place else None
 
     def why_gathered(self, name: str) -> str:
-        """Return the reason why ``elements`` is None, for messages."""
-        if why := why_not_held(self._params, self._raw[name]):
+        """See ``Params.why_gathered``."""
+        if why := self._params.why_gathered(self._raw[name]):
             return why
-        merge = self._merges[name]
+        if (merge := self._merges.get(name)) is None:
+            return ""
         if merge.form in _WHY_WHOLE:
             return _WHY_WHOLE[merge.form]
         for factor in (merge.a, merge.b):
-            if why := why_not_held(self._params, factor):
+            if why := self._params.why_gathered(factor):
                 return f"LoRA's factors: {why}"
         return "its ranks hold neither rows nor columns of it, which LoRA is merged into"
 
     def prepare(self) -> None:
-        """Bring the factors to every rank; collective, before any of ``elements`` is read."""
-        self._factors.bring()
+        """See ``Params.prepare``: bring the factors."""
+        if self.is_collective:
+            self._factors.bring()
 
     def release(self) -> None:
-        """Free the factors that ``prepare`` brought."""
-        self._factors.release()
+        """See ``Params.release``."""
+        if self.is_collective:
+            self._factors.release()
 
     @cached_property
     def _factors(self) -> LoraFactors:
         """Factors of all weights that can be merged where they lie."""
         held: dict[str, HeldElements] = {}
         for merge in self._merges.values():
-            pair = {name: held_elements(self._params, name) for name in (merge.a, merge.b) if name}
-            if merge.form == "product" and all(pair.values()):
-                held.update({name: each for name, each in pair.items() if each is not None})
+            if merge.form == "product":
+                pair = {name: self._params.elements(name) for name in (merge.a, merge.b)}
+                found = {n: each for n, each in pair.items() if isinstance(each, HeldElements)}
+                held.update(found if len(found) == len(pair) else {})
         assert isinstance(self._params, ShardedParams)
         return LoraFactors(held, self._params.metas, self._params.ranks)
 

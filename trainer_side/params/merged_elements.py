@@ -15,8 +15,7 @@ from itertools import groupby
 
 import torch
 
-from trainer_side.params.elements import HeldElements
-from trainer_side.params.sharded import HeldRun
+from trainer_side.params.elements import HeldElements, HeldRun
 from trainer_side.ranks.ranks import Ranks
 
 

@@ -12,7 +12,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch.nn.parameter import is_lazy
 
+from trainer_side.params.elements import Elements, HeldRun
 from trainer_side.params.names import unwrapped_name
+from trainer_side.ranks.ranks import SENDER
 from weft_rl.contract.errors import InvalidManifestError, ModelChangedError
 from weft_rl.contract.tensors import DataType, is_output_layer
 
@@ -27,9 +29,8 @@ class Params(Protocol):
     is_collective: bool
     """True if ``fetch`` needs every rank; the same on all of them."""
 
-    @property
-    def metas(self) -> Mapping[str, torch.Tensor]:
-        """Meta tensors of whole shape and own dtype by name, in order."""
+    metas: Mapping[str, torch.Tensor]
+    """Meta tensors of whole shape and own dtype by name, in order."""
 
     def fetch(
         self,
@@ -48,6 +49,22 @@ class Params(Protocol):
 
         Blocks for the copies. Collective where ``is_collective``.
         """
+
+    def elements(self, name: str) -> Elements | None:
+        """Return a parameter's elements as the ranks hold it; None where ``fetch`` must gather or
+        compute it."""
+
+    def why_gathered(self, name: str) -> str:
+        """Return the reason why ``elements`` is None, for messages; empty if it is not."""
+        return ""
+
+    def prepare(self) -> None:
+        """Bring inputs of ``elements`` to every rank, before any is read. Collective, blocks."""
+        return
+
+    def release(self) -> None:
+        """Free what ``prepare`` brought, after a push."""
+        return
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a whole parameter by reference; only where not ``is_collective``."""
@@ -166,7 +183,42 @@ def whole_tensors(
     return None if outs is None else dict(zip(names, outs, strict=True))
 
 
-class WholeParams:
+class WholeElements:
+    """Elements of a parameter that lies whole at the sender, or of a part; see ``Elements``.
+
+    Args:
+        param: By reference: it may have other memory at the next push.
+        span: First element of the part, and the one behind the last; None for all.
+    """
+
+    def __init__(self, param: torch.Tensor, span: tuple[int, int] | None = None) -> None:
+        self._param, self._span = param, span
+
+    @property
+    def runs(self) -> Sequence[HeldRun]:
+        """See ``Elements``."""
+        begin, end = self._span or (0, self._param.numel())
+        return (HeldRun(SENDER, 0, end - begin),)
+
+    def held(self, number: int) -> torch.Tensor | None:
+        """See ``Elements``."""
+        if self._span is None:
+            return self._param
+        is_row = self._param.is_contiguous()
+        return self._param.detach().view(-1)[slice(*self._span)] if is_row else None
+
+    def fill(self, number: int, out: torch.Tensor) -> None:
+        """See ``Elements``; copies a parameter that does not lie in a row."""
+        begin, end = self._span or (0, None)
+        out.copy_(self._param.detach().reshape(-1)[begin:end])
+
+    def cut(self, blocks: Sequence[tuple[int, int]]) -> list[WholeElements | None]:
+        """Cut as ``HeldElements.cut`` does; None where the parameter does not lie in a row."""
+        is_row = self._param.is_contiguous()
+        return [WholeElements(self._param, block) if is_row else None for block in blocks]
+
+
+class WholeParams(Params):
     """Parameters that the sender holds whole: a plain module, DDP, ZeRO-1 and 2.
 
     Args:
@@ -192,6 +244,10 @@ class WholeParams:
         if outs is not None:
             copy_into(outs, [self._tensors[name] for name in names])
 
+    def elements(self, name: str) -> WholeElements:
+        """See ``Params.elements``."""
+        return WholeElements(self._tensors[name])
+
     def whole(self, name: str) -> torch.Tensor:
         """See ``Params.whole``."""
         return self._tensors[name].detach()
@@ -204,12 +260,6 @@ class WholeParams:
         """See ``Params.check``."""
         for name in names:
             check_readable(name, self._tensors[name])
-
-
-def resident_param(params: Params, name: str) -> torch.Tensor | None:
-    """Return a parameter that lies whole in this process, by reference. Return None where it is put
-    together or computed."""
-    return params.whole(name) if type(params) is WholeParams else None
 
 
 # -- what a model consists of ----------------------------------------------------

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from trainer_side.params.params import as_meta, check_readable, copy_into, is_quantised, own_class
+from trainer_side.params.params import (
+    Params,
+    WholeElements,
+    as_meta,
+    check_readable,
+    copy_into,
+    is_quantised,
+    own_class,
+)
 
 
 def has_quantised_layers(module: torch.nn.Module) -> bool:
@@ -16,7 +24,7 @@ def has_quantised_layers(module: torch.nn.Module) -> bool:
     return not kinds.isdisjoint(("Linear4bit", "Linear8bitLt"))
 
 
-class DequantisedParams:
+class DequantisedParams(Params):
     """Whole parameters, some of them packed; see ``Params``.
 
     Shapes and dtypes are those of the weights that the packed bytes stand for.
@@ -58,6 +66,11 @@ class DequantisedParams:
         for name, out in zip(names, outs, strict=True):
             if is_quantised(self._tensors[name]):
                 copy_into([out], [self.whole(name)])
+
+    def elements(self, name: str) -> WholeElements | None:
+        """See ``Params.elements``; None for a packed one."""
+        param = self._tensors[name]
+        return None if is_quantised(param) else WholeElements(param)
 
     def whole(self, name: str) -> torch.Tensor:
         """See ``Params.whole``; a packed parameter is returned as a new tensor."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer_side.params.params import check_readable, copy_into, meta_tensor
+from trainer_side.params.elements import HeldElements, HeldRun
+from trainer_side.params.params import Params, check_readable, copy_into, meta_tensor
 from trainer_side.ranks.ranks import SENDER, Ranks
 from weft_rl.contract.errors import UnsupportedError
 
@@ -25,46 +26,6 @@ from weft_rl.contract.errors import UnsupportedError
 CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20
 _ALIGN_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRun:
-    """Elements of a parameter that one rank holds: contiguous, or a regular slice.
-
-    Counterpart of ``weft_rl.contract.manifest.Run``, which has no holder.
-    """
-
-    rank: int
-    """Rank that holds the elements, as the trainer counts its ranks."""
-    begin: int
-    """First element in the row-major order of the whole parameter."""
-    numel: int
-    """Elements of each row."""
-    stride: int = 0
-    """Elements from the beginning of one row to that of the next, more than a row has. It is 0
-    where there is only one row."""
-    repeats: int = 1
-    """Number of rows."""
-
-    @property
-    def size(self) -> int:
-        """Elements of all rows."""
-        return self.numel * self.repeats
-
-    @property
-    def end(self) -> int:
-        """Index of the element behind the last one."""
-        return self.begin + self.stride * (self.repeats - 1) + self.numel
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows, and elements of each."""
-        return self.repeats, self.numel
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the run's elements in a contiguous parameter, as a view of its rows."""
-        begin = whole.storage_offset() + self.begin
-        return whole.as_strided(self.shape, (self.stride, 1), begin)
 
 
 @dataclass(frozen=True)
@@ -97,7 +58,13 @@ class GatheredParam:
     """Reason why its elements are not known, for messages."""
 
 
-class ShardedParams:
+def held_by(param: Sharded, rank: int) -> HeldElements:
+    """Return a parameter's elements as the ranks hold it, at one of them."""
+    ends = list(accumulate(run.size for run in param.runs if run.rank == rank))
+    return HeldElements(param.runs, rank, param.local, list(pairwise([0, *ends])))
+
+
+class ShardedParams(Params):
     """Sharded parameters, gathered over the trainer's ranks; see ``Params``.
 
     Args:
@@ -140,6 +107,16 @@ class ShardedParams:
                 copy_into([out], [whole.detach().view(out.shape)])
         for chunk in _chunks(pending, self.ranks.size, self._chunk_bytes):
             self._bring(chunk)
+
+    def elements(self, name: str) -> HeldElements | None:
+        """See ``Params.elements``."""
+        param = self.placed[name]
+        return held_by(param, self.ranks.rank) if isinstance(param, Sharded) else None
+
+    def why_gathered(self, name: str) -> str:
+        """See ``Params.why_gathered``."""
+        param = self.placed[name]
+        return param.why if isinstance(param, GatheredParam) else ""
 
     def whole(self, name: str) -> torch.Tensor:
         """See ``Params.whole``."""

@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 
+from trainer_side.params.elements import Elements, HeldRun
 from trainer_side.params.params import Params, WholeParams
-from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER, Ranks
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.host_memory import available_memory
@@ -98,7 +99,7 @@ class SnapshotMemory:
         return host
 
 
-class _OverlaidParams:
+class _OverlaidParams(Params):
     """Parameters, some of them replaced by copies; see ``Params``."""
 
     is_collective = False
@@ -123,9 +124,16 @@ class _OverlaidParams:
                     None if outs is None else [outs[i] for i in which],
                 )
 
+    def elements(self, name: str) -> Elements | None:
+        """See ``Params.elements``."""
+        return self._of(name).elements(name)
+
     def whole(self, name: str) -> torch.Tensor:
         """See ``Params.whole``."""
-        return (self._copies if name in self._copies.metas else self._params).whole(name)
+        return self._of(name).whole(name)
+
+    def _of(self, name: str) -> Params:
+        return self._copies if name in self._copies.metas else self._params
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 
@@ -16,16 +17,22 @@ from trainer_side.packing.packer import (
     announced_packing,
     whole_packing,
 )
+from trainer_side.params.params import copy_into
 from trainer_side.ranks.ranks import SENDER, Ranks
-from trainer_side.sharding.hand_over import GivingRanks, hand_over
-from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
+from trainer_side.sharding.plan import ShardPlan, ShardPlans
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
-from trainer_side.sources.shard_source import ShardSource, shard_source
-from trainer_side.sources.source import Source, reading, torch_dtypes
+from trainer_side.sources.source import HeldTensors, Source, held_tensors, reading, torch_dtypes
 from weft_rl.containers import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES, Manifest, Run, plan_buckets
+from weft_rl.contract.group import MAX_SENDERS
+from weft_rl.contract.manifest import (
+    DEFAULT_BUCKET_BYTES,
+    MAX_WIRE_BUCKETS,
+    Manifest,
+    Run,
+    plan_buckets,
+)
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.interrupts import Flag
 
@@ -66,10 +73,6 @@ class RankPush:
             is_under_way: False for a retried call of a push that has ended.
         """
 
-    def hand_over(self) -> None:
-        """Give the elements that another rank sends for this one, if there are any. Blocks until
-        that rank has all, or the push has ended there."""
-
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
         """See ``Reader``."""
         raise NotImplementedError
@@ -103,34 +106,29 @@ class RankPush:
 
 
 class GatheredPush(RankPush):
-    """Push of a source, bucket by bucket in the order of its layout.
-
-    A collective source is read in lockstep: before each bucket, all ranks learn whether all can
-    continue.
+    """Push of a source that rank 0 gathers from all ranks, bucket by bucket, in lockstep: before
+    each bucket, all ranks learn whether all can continue.
 
     Args:
-        source: Tensors of the push.
+        source: Tensors of the push; collective.
         ranks: Ranks of the trainer.
         packing: Buckets of the push.
-        is_laid_out_alike: False if rank 0 alone knows the layout.
     """
 
-    def __init__(
-        self, source: Source, ranks: Ranks, packing: PackedLayout, *, is_laid_out_alike: bool = True
-    ) -> None:
+    def __init__(self, source: Source, ranks: Ranks, packing: PackedLayout) -> None:
         self._source, self._ranks, self.packing = source, ranks, packing
         self.description = source.description
         self.num_bytes = packing.manifest.total_bytes
-        self.agreed = packing.manifest.layout_digest if is_laid_out_alike else b""
+        self.agreed = packing.manifest.layout_digest
         self.sender = packing.sender if ranks.rank == SENDER else None
 
     def assist(self, *, is_under_way: bool) -> None:
-        """See ``RankPush``; give the elements of this rank to a collective source.
+        """See ``RankPush``; give the elements of this rank.
 
         Raises:
             WeftError: The error that ended the push, the same at every rank.
         """
-        if not is_under_way or not self._source.is_collective:
+        if not is_under_way:
             return
         first = 0
         try:
@@ -142,10 +140,7 @@ class GatheredPush(RankPush):
             self._source.end_reading()
 
     def end_packing(self) -> None:
-        """See ``Reader``; collective for a collective source, since every rank has read."""
-        if not self._source.is_collective:
-            super().end_packing()
-            return
+        """See ``Reader``; collective, since every rank has read."""
         try:
             super().end_packing()
         except WeftError as error:
@@ -156,33 +151,18 @@ class GatheredPush(RankPush):
         """See ``Reader``."""
         self._read(runs[0].tensor, len(runs), views)
 
-    def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
-        """See ``Reader``."""
-        if self._source.is_collective:
-            return super().by_reference(runs)
-        with self._reading():
-            return self._source.by_reference(runs[0].tensor, len(runs))
-
     def end_sending(self) -> None:
         """See ``RankPush``."""
         self._source.end_reading()
 
     def _read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
-        if not self._source.is_collective:
-            with self._reading():
-                self._source.read(first, count, views)
-            return
         self._ranks.agree()
         try:
-            with self._reading():
+            with reading(self.description):
                 self._source.read(first, count, views)
         except BaseException as error:
             self._ranks.abandon(error)  # others may wait for us inside a gather
             raise
-
-    def _reading(self) -> contextlib.AbstractContextManager[None]:
-        is_users = isinstance(self._source, OrderedSource)  # whose iterator's errors are its own
-        return contextlib.nullcontext() if is_users else reading(self.description)
 
 
 class NamedPush(RankPush):
@@ -231,77 +211,127 @@ class FollowedPush(RankPush):
 _SIGN = 2**63
 
 
-class ShardedPush(RankPush):
-    """Push of the shards that the ranks hold: content, senders, and the sum of their digests.
+class HeldPush(RankPush):
+    """Push of what the ranks hold, each its own; a whole model is what rank 0 holds.
 
-    Each sender has a part of each tensor's digest. All ranks add the parts up once, whatever
-    becomes of the push.
+    Where several send, each has a part of each tensor's digest. All ranks add the parts up once,
+    whatever becomes of the push.
 
     Args:
-        source: Elements that this rank holds.
+        source: Tensors of the push.
+        tensors: Tensors as the ranks hold them.
         manifest: Layout of the version.
         plan: Division of the push among the ranks.
         ranks: Ranks of the trainer.
     """
 
-    is_prepared_together = True
-
     def __init__(
-        self, source: ShardSource, manifest: Manifest, plan: ShardPlan, ranks: Ranks
+        self,
+        source: Source,
+        tensors: HeldTensors,
+        manifest: Manifest,
+        plan: ShardPlan,
+        ranks: Ranks,
     ) -> None:
-        self.source, self._plan, self._ranks = source, plan, ranks
-        self.description, self.remarks = source.description, source.remarks
+        self._source, self._tensors, self._ranks = source, tensors, ranks
+        self.description, self.remarks = source.description, tensors.remarks
         self.num_bytes = manifest.total_bytes
         self.agreed = manifest.layout_digest + plan.digest
         self.senders = plan.senders
         self.sender = plan.senders.index(ranks.rank) if ranks.rank in plan.senders else None
         self.packing = plan.packings[self.sender or 0]
-        self._dtypes = torch_dtypes(source.metas)
-        givers = {rank: each for rank, each in plan.handed.items() if each.to == ranks.rank}
-        self._givers = GivingRanks(source, givers, self._dtypes, ranks)
+        self.is_prepared_together = source.is_collective
+        self._is_shared = plan.senders != (SENDER,)
+        self._whole: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._begun = Flag()
         self._sum: DigestSum | None = None
 
     def prepare(self) -> None:
-        """See ``RankPush``: gather tensors that cannot be sent as the ranks hold them."""
-        if self.source.gathered:
+        """See ``RankPush``: gather tensors that cannot be sent as the ranks hold them. They are
+        kept at rank 0, on the host."""
+        gathered = self._tensors.gathered
+        if gathered:
             # A rank that is gone since they planned would be waited for in the framework's
             # collectives. What LoRA's factors are brought by notices it itself.
             self._ranks.agree()
         try:
-            with reading(self.description):
-                self.source.gather()
+            with self._reading():
+                self._source.prepare()
+                for index in gathered:
+                    self._gather(index)
         except BaseException as error:
             # Others may wait for us inside it: over our own link they are told, and raise the
             # same. Inside a collective of the framework's nobody can tell them: they learn of it
             # when that ends, by the framework's own timeout.
             self._ranks.abandon(error)
             raise
+        finally:
+            self._source.end_reading()
+
+    def _gather(self, index: int) -> None:
+        out = None
+        if self._ranks.rank == SENDER:
+            meta = self._source.metas[index]
+            (dtype,) = torch_dtypes([meta])
+            out = [torch.empty(meta.shape, dtype=dtype)]
+            self._whole[index] = out[0]
+        self._source.read(index, 1, out)
 
     def assist(self, *, is_under_way: bool) -> None:
         """See ``RankPush``: there is nothing to add to the sum."""
         self.add_up()
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
-        """See ``Reader``; elements that other ranks hand over are included."""
-        with reading(self.description):
-            self._givers.fill(runs, views)
+        """See ``Reader``."""
+        with self._reading():
+            found = self._held(runs)
+            held = [tensor for tensor in found if tensor is not None]
+            if len(held) == len(views):
+                copy_into(views, held)
+                return
+            if held:
+                copy_into(
+                    [view for view, t in zip(views, found, strict=True) if t is not None], held
+                )
+            numbers, to_read = self._tensors.numbers, list[int]()
+            for place, (run, tensor) in enumerate(zip(runs, found, strict=True)):
+                each = self._tensors.elements[run.tensor]
+                if each is None and tensor is None:
+                    to_read.append(place)
+                elif each is not None and tensor is None:
+                    each.fill(numbers[run] if numbers else 0, views[place].view(-1))
+            # One after the other, since a source may read several at once.
+            for _, neighbours in groupby(enumerate(to_read), lambda each: each[1] - each[0]):
+                places = [place for _, place in neighbours]
+                self._source.read(
+                    runs[places[0]].tensor, len(places), [views[place] for place in places]
+                )
 
     def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
         """See ``Reader``."""
-        with reading(self.description):
-            return self._givers.by_reference(runs)
+        with self._reading():
+            return [None if tensor is None else tensor.detach() for tensor in self._held(runs)]
 
-    def hand_over(self) -> None:
-        """See ``RankPush``.
+    def _held(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """Return what lies here of runs, in the shape that it is packed in."""
+        elements, numbers = self._tensors.elements, self._tensors.numbers
+        is_flat, found = self.packing.plan.lists_runs, list[torch.Tensor | None]()
+        for run in runs:
+            each = elements[run.tensor]
+            if each is None:
+                tensor = self._whole.get(run.tensor)
+            else:
+                tensor = each.held(numbers[run] if numbers else 0)
+            if tensor is not None and is_flat is not (tensor.dim() == 1):
+                shape = (-1,) if is_flat else self._source.metas[run.tensor].shape
+                tensor = tensor if tensor.shape == shape else tensor.detach().reshape(shape)
+            found.append(tensor)
+        return found
 
-        Raises:
-            PeerUnavailableError: ``RANK_GONE``.
-        """
-        handed = self._plan.handed.get(self._ranks.rank)
-        if handed is not None:
-            hand_over(self.source, handed, self._dtypes, self._ranks, self.end_packing)
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        is_users = isinstance(self._source, OrderedSource)  # whose iterator's errors are its own
+        return contextlib.nullcontext() if is_users else reading(self.description)
 
     def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
         """See ``Reader``.
@@ -309,13 +339,14 @@ class ShardedPush(RankPush):
         Raises:
             PeerUnavailableError: ``RANK_GONE``.
         """
+        if not self._is_shared:
+            return super().add_up(totals)
         with self._lock:
             if self._sum is None:
-                values = torch.zeros(len(self.source.metas), dtype=torch.int64)
+                values = torch.zeros(len(self._source.metas), dtype=torch.int64)
                 if totals is not None:
                     values = torch.tensor([(t + _SIGN) % 2**64 - _SIGN for t in totals])
                 try:
-                    self._givers.end()
                     self._sum = self._ranks.add_up(values)
                 finally:
                     self._begun.set()  # or it never will
@@ -323,11 +354,13 @@ class ShardedPush(RankPush):
 
     def end_sending(self) -> None:
         """See ``RankPush``: the other ranks wait for the sum in any case."""
+        self._source.end_reading()
         self.add_up()
 
     def release(self) -> None:
         """See ``RankPush``."""
-        self.source.release()
+        self._whole.clear()
+        self._source.release()
 
     def wait_added_up(self, timeout_seconds: float) -> None:
         """See ``RankPush``."""
@@ -357,51 +390,59 @@ class RankPushFactory:
     Args:
         ranks: Ranks of the trainer.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
-        max_senders: Most ranks that send. If more hold shards, the others pass theirs to those that
-            send; with 1, rank 0 gathers whole tensors.
+        max_senders: Most ranks that send. If more hold shards, rank 0 gathers whole tensors.
     """
 
     def __init__(
-        self, ranks: Ranks, bucket_bytes: int | None, max_senders: int = DEFAULT_MAX_SENDERS
+        self, ranks: Ranks, bucket_bytes: int | None, max_senders: int = MAX_SENDERS
     ) -> None:
         self.ranks = ranks
         self._bucket_bytes, self._max_senders = bucket_bytes, max_senders
-        self._shard_plans = ShardPlans(max_senders)
+        self._shard_plans = ShardPlans()
         self._kept: LruMapping[tuple[int, tuple[TensorMeta, ...]], PackedLayout] = LruMapping(
             _MAX_KEPT
         )
         self._last: tuple[int, tuple[TensorMeta, ...], PackedLayout] | None = None
 
     def weights_push(self, source: Source, backend: str) -> RankPush:
-        """Make the push of a source that every rank has: of the shards that the ranks hold, or
-        gathered at rank 0."""
-        packing, ranks = self._packing(source.metas, backend), self.ranks
-        gathered = GatheredPush(source, ranks, packing)
-        if ranks.size == 1 or self._max_senders == 1:
+        """Make the push of a source that every rank has: of what the ranks hold, or gathered at
+        rank 0."""
+        tensors = held_tensors(source, self.ranks, self._max_senders)
+        if isinstance(tensors, str):
+            gathered = GatheredPush(source, self.ranks, self._packing(source.metas, backend))
+            gathered.remarks = (f"rank 0 gathered all: {tensors}",) if tensors else ()
             return gathered
-        shards = shard_source(source, ranks)
-        if not isinstance(shards, ShardSource):
-            gathered.remarks = () if shards is None else shards.remarks
-            return gathered
-        plan = self._shard_plans.plan(packing.manifest, shards.held)
-        if isinstance(plan, str):
-            gathered.remarks = (f"rank 0 gathered all: {plan}",)
-            return gathered
-        return ShardedPush(shards, packing.manifest, plan, ranks)
+        packing = self._packing(source.metas, backend, tensors.num_holders)
+        plan = ShardPlan((SENDER,), (packing,), b"")
+        if tensors.held:
+            plan = self._shard_plans.plan(packing.manifest, tensors.held)
+        return HeldPush(source, tensors, packing.manifest, plan, self.ranks)
 
     def ordered_push(self, source: OrderedSource, backend: str) -> RankPush:
         """Make the push, at rank 0, of named tensors whose order is known beforehand."""
-        packing = self._packing(source.metas, backend)
-        return GatheredPush(source, self.ranks, packing, is_laid_out_alike=False)
+        push = self.weights_push(source, backend)
+        push.agreed = b""  # the other ranks do not know the layout
+        return push
 
     def announced_push(self, source: RunSource, backend: str) -> RankPush:
         """Make the push, at rank 0, of named tensors in the order that they come in."""
         packing = self._packing(source.metas, backend)
         return NamedPush(source, announced_packing(packing.manifest))
 
-    def _packing(self, metas: tuple[TensorMeta, ...], backend: str) -> PackedLayout:
-        """Return the packing of whole tensors."""
-        capacity, last = bucket_capacity(backend, self._bucket_bytes), self._last
+    def _packing(
+        self, metas: tuple[TensorMeta, ...], backend: str, num_senders: int = 1
+    ) -> PackedLayout:
+        """Return the packing of whole tensors. Its buckets are larger than chosen where so many
+        senders would cut them into more wire buckets than a transfer may have."""
+        capacity = bucket_capacity(backend, self._bucket_bytes)
+        packing = self._packing_by(capacity, metas)
+        while len(packing.manifest.buckets) > max(1, MAX_WIRE_BUCKETS // num_senders):
+            capacity *= 2
+            packing = self._packing_by(capacity, metas)
+        return packing
+
+    def _packing_by(self, capacity: int, metas: tuple[TensorMeta, ...]) -> PackedLayout:
+        last = self._last
         if last is not None and last[0] == capacity and last[1] is metas:
             return last[2]  # without a look at thousands of tensors
         packing = self._kept.get((capacity, metas))

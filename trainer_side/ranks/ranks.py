@@ -2,7 +2,7 @@
 
 Every rank calls the publisher. Rank 0, the sender, speaks for all: it has the lease, begins and
 learns the outcome. The others send the shards that they hold, over streams of their own to the
-coordinator, pass them to one that sends, or help to gather. Before each step in which ranks depend
+coordinator, or help to gather. Before each step in which ranks depend
 on each other they *agree*: each says whether it can continue, and if one cannot, all raise its
 error instead of waiting in a gather for a rank that will never come.
 
@@ -162,21 +162,6 @@ class Ranks(Protocol):
                 touch it until the sum is done.
         """
 
-    def give(self, rank: int, message: torch.Tensor) -> None:
-        """Bring bytes to one other rank; block until it takes them.
-
-        Not collective; may be called while another thread waits in a collective method.
-
-        Args:
-            message: Contiguous CPU bytes.
-
-        Raises:
-            PeerUnavailableError: ``RANK_GONE``.
-        """
-
-    def take(self, rank: int, out: torch.Tensor) -> None:
-        """Take bytes that another rank gives to this one; see ``give``."""
-
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave, so that every rank that waits for this one fails at once; not collective.
 
@@ -311,14 +296,6 @@ class OneRank:
     def add_up(self, values: torch.Tensor) -> RankSum:
         """See ``Ranks.add_up``."""
         return _OwnSum(values)
-
-    def give(self, rank: int, message: torch.Tensor) -> None:
-        """See ``Ranks.give``; there is no other rank."""
-        raise ValueError("a trainer of one rank has no other")
-
-    def take(self, rank: int, out: torch.Tensor) -> None:
-        """See ``Ranks.take``; there is no other rank."""
-        raise ValueError("a trainer of one rank has no other")
 
     def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""

@@ -71,7 +71,7 @@ Together = Literal["all", "this"] | dist.ProcessGroup
 class _Call(IntEnum):
     """Call that a message belongs to."""
 
-    AGREE, TELL, COLLECT, EXCHANGE, GIVE, ADD_UP, OPEN = range(1, 8)
+    AGREE, TELL, COLLECT, EXCHANGE, ADD_UP, OPEN = range(1, 7)
 
 
 def ranks_of(together: Together, name: str = "") -> Ranks:
@@ -316,14 +316,6 @@ class TorchRanks:
         """See ``Ranks.add_up``."""
         self._sum = _LinkSum(self._linked, self, values, after=self._sum)
         return self._sum
-
-    def give(self, rank: int, message: torch.Tensor) -> None:
-        """See ``Ranks.give``."""
-        self._swap(TrafficKind.PAIRS, _Call.GIVE, {rank: _bytes_of(message)}, {})
-
-    def take(self, rank: int, out: torch.Tensor) -> None:
-        """See ``Ranks.take``."""
-        self._swap(TrafficKind.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
 
     def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""

@@ -64,7 +64,8 @@ class BaseContent:
         for index, (meta, dtype) in enumerate(
             zip(source.metas, torch_dtypes(source.metas), strict=True)
         ):
-            (held,) = source.by_reference(index, 1)
+            elements = source.elements(index)
+            held = None if elements is None else elements.held(0)
             if held is None or held.dtype != dtype or not held.is_contiguous():
                 held = torch.empty(meta.shape, dtype=dtype, device=device)
                 source.read(index, 1, [held])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from trainer_side.params.elements import Elements
-from trainer_side.sources.shard_source import HeldSource
 from trainer_side.sources.source import Source
 from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
 from weft_rl.contract.errors import InvalidManifestError, UnsupportedError
@@ -17,7 +15,7 @@ from weft_rl.contract.tensors import TensorMeta
 from weft_rl.v1 import publish_pb2 as pb
 
 
-class DraftedSource:
+class DraftedSource(Source):
     """Tensors of a base, then those of the model that drafts tokens, by their names in a base.
 
     Args:
@@ -42,7 +40,6 @@ class DraftedSource:
         self.metas = (*base.metas, *(meta for _, meta in chosen))
         self.description = f"{base.description}, drafted for by {draft.description}"
         self.is_collective = base.is_collective or draft.is_collective
-        self.shards: Any = None
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
@@ -51,44 +48,32 @@ class DraftedSource:
                 part = None if views is None else views[at : at + number]
                 source.read(index, number, part)
 
-    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``Source.by_reference``."""
-        found: list[torch.Tensor | None] = []
-        for source, index, number, _ in self._parts(first, count):
-            found += source.by_reference(index, number)
-        return found
-
     def end_reading(self) -> None:
         """See ``Source.end_reading``."""
         self._base.end_reading()
         self._draft.end_reading()
 
     def elements(self, index: int) -> Elements | None:
-        """See ``HeldSource``."""
+        """See ``Source.elements``."""
         source, own = self._one(index)
-        is_held = isinstance(source, HeldSource) and source.is_collective
-        return source.elements(own) if is_held else None
+        return source.elements(own)
 
     def why_gathered(self, index: int) -> str:
-        """See ``HeldSource``."""
+        """See ``Source.why_gathered``."""
         source, own = self._one(index)
-        if not isinstance(source, HeldSource):
-            return "it lies in a file"
         return source.why_gathered(own)
 
     def prepare(self) -> None:
-        """See ``HeldSource``."""
-        for source in (self._base, self._draft):
-            if isinstance(source, HeldSource):
-                source.prepare()
+        """See ``Source.prepare``."""
+        self._base.prepare()
+        self._draft.prepare()
 
     def release(self) -> None:
-        """See ``HeldSource``."""
-        for source in (self._base, self._draft):
-            if isinstance(source, HeldSource):
-                source.release()
+        """See ``Source.release``."""
+        self._base.release()
+        self._draft.release()
 
-    def _one(self, index: int) -> tuple[Any, int]:
+    def _one(self, index: int) -> tuple[Source, int]:
         source, own, _, _ = next(self._parts(index, 1))
         return source, own
 

@@ -18,7 +18,7 @@ from trainer_side.sources.adapter_source import (
     config_of_dir,
 )
 from trainer_side.sources.origin import AdapterBase
-from trainer_side.sources.source import CastRule, make_metas, tensor_source
+from trainer_side.sources.source import CastRule, Source, make_metas, tensor_source
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 from weft_rl.checkpoints.digest_cache import FileState
 from weft_rl.checkpoints.files import INDEX, model_files, read_json, read_text
@@ -140,7 +140,7 @@ def base_of_dir(path: Path) -> AdapterBase:
     )
 
 
-class CheckpointSource:
+class CheckpointSource(Source):
     """Tensors of a checkpoint directory or of one safetensors file.
 
     Tensors are read in the order of their names, layer by layer, each from disk as
@@ -219,13 +219,6 @@ class CheckpointSource:
         assert views is not None
         for name, view in zip(self._names[first:], views, strict=False):
             copy_into([view], [self._tensor(name)])
-
-    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``Source.by_reference``: they lie in files."""
-        return [None] * count
-
-    def end_reading(self) -> None:
-        """See ``Source.end_reading``: nothing is kept."""
 
 
 def _meta(piece: Any) -> torch.Tensor:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
-from operator import mul
-from typing import Any
+from itertools import groupby, pairwise
 
 import torch
 
-from trainer_side.params.elements import (
-    Elements,
-    HeldElements,
-    held_elements,
-    why_not_held,
-)
-from trainer_side.params.merged import MergedParams
+from trainer_side.params.elements import Elements, HeldElements
 from trainer_side.params.merged_elements import MergedElements
 from trainer_side.params.names import CheckpointMapping, Conversion, Revert
-from trainer_side.params.params import Params, copy_into, resident_param, whole_tensors
-from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
+from trainer_side.params.params import Params, WholeElements, copy_into, whole_tensors
+from trainer_side.sources.source import CastRule, Source, make_metas, torch_dtypes
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 
 
-class ModuleSource:
+class ModuleSource(Source):
     """Parameters of a model, tied ones once, and those of its buffers that belong to the base.
 
     Args:
@@ -55,7 +46,6 @@ class ModuleSource:
         is_base: IsBase | None = None,
     ) -> None:
         self._params = params
-        self.shards: Any = None
         if isinstance(mapping, torch.nn.Module):
             mapping = CheckpointMapping.of(mapping)
         self._revert = mapping.revert
@@ -105,7 +95,7 @@ class ModuleSource:
         """Return whether two parameters are equal, as far as this rank holds them."""
         if not self.is_collective:
             return are_equal(self._params.whole(name), self._params.whole(other))
-        one, two = self._held(name), self._held(other)
+        one, two = self._params.elements(name), self._params.elements(other)
         if not (isinstance(one, HeldElements) and isinstance(two, HeldElements)):
             return False
         own = [run for run in one.runs if run.rank == one.rank]
@@ -114,19 +104,14 @@ class ModuleSource:
         )
 
     def elements(self, index: int) -> Elements | None:
-        """See ``HeldSource``; return elements for a whole parameter, or a contiguous part of one.
-        An example of the latter is one of stacked experts."""
+        """See ``Source.elements``; return elements for a whole parameter, or a contiguous part of
+        one. An example of the latter is one of stacked experts."""
         group, position = self._index[index]
         if group.is_identity:
-            return self._held(group.sources[0])
+            return self._params.elements(group.sources[0])
         if self._cut is None or self._cut[0] is not group:
             self._cut = (group, self._cut_group(group))
         return self._cut[1][position]
-
-    def _held(self, name: str) -> Elements | None:
-        if isinstance(self._params, MergedParams):
-            return self._params.elements(name)
-        return held_elements(self._params, name)
 
     def _cut_group(self, group: Conversion) -> list[Elements | None]:
         """Return each target's elements of a group where they lie; None for those to be
@@ -138,35 +123,31 @@ class ModuleSource:
                 places.setdefault(block.source, []).append((block.begin, block.end, position))
         for name, blocks in places.items():
             blocks.sort()
-            whole = self._held(name)
+            whole = self._params.elements(name)
             is_apart = all(a[1] <= b[0] for a, b in pairwise(blocks))
-            if isinstance(whole, HeldElements | MergedElements) and is_apart:
+            if isinstance(whole, WholeElements | HeldElements | MergedElements) and is_apart:
                 parts = whole.cut([(begin, end) for begin, end, _ in blocks])
                 for (_, _, position), part in zip(blocks, parts, strict=True):
                     found[position] = part
         return found
 
     def why_gathered(self, index: int) -> str:
-        """See ``HeldSource``."""
+        """See ``Source.why_gathered``."""
         group, position = self._index[index]
         for name in group.sources:
-            if self._held(name) is None:
-                if isinstance(self._params, MergedParams):
-                    return self._params.why_gathered(name)
-                return why_not_held(self._params, name)
+            if self._params.elements(name) is None:
+                return self._params.why_gathered(name)
         if position >= len(group.blocks) or group.blocks[position] is None:
             return "the checkpoint's form of it is computed"
         return "the checkpoint cuts it otherwise than into whole rows"
 
     def prepare(self) -> None:
-        """See ``HeldSource``."""
-        if isinstance(self._params, MergedParams):
-            self._params.prepare()
+        """See ``Source.prepare``."""
+        self._params.prepare()
 
     def release(self) -> None:
-        """See ``HeldSource``."""
-        if isinstance(self._params, MergedParams):
-            self._params.release()
+        """See ``Source.release``."""
+        self._params.release()
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
@@ -197,25 +178,6 @@ class ModuleSource:
         push."""
         self._converted = None
 
-    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``Source.by_reference``; a part of a parameter is included, such as one of stacked
-        experts."""
-        return [self._resident(index) for index in range(first, first + count)]
-
-    def _resident(self, index: int) -> torch.Tensor | None:
-        group, position = self._index[index]
-        if group.is_identity:
-            return resident_param(self._params, group.sources[0])
-        block = group.blocks[position] if group.blocks else None
-        if block is None:
-            return None
-        whole = resident_param(self._params, block.source)
-        if whole is None or not whole.is_contiguous():
-            return None
-        shape = self.metas[index].shape
-        at = whole.storage_offset() + block.begin
-        return whole.detach().as_strided(shape, _row_major(shape), at)
-
     def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
         """Return the group's checkpoint tensors; None at ranks that only give what they hold."""
         if self._converted is None or self._converted[0] is not group:
@@ -224,12 +186,6 @@ class ModuleSource:
             outs = None if tensors is None else convert(group, tensors, self._revert)
             self._converted = (group, outs)
         return self._converted[1]
-
-
-@lru_cache(maxsize=256)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose elements lie one behind the other, in order."""
-    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
 
 def convert(

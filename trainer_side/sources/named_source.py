@@ -10,7 +10,7 @@ import torch
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import check_readable
 from trainer_side.ranks.ranks import Ranks
-from trainer_side.sources.source import CastRule, make_metas
+from trainer_side.sources.source import CastRule, Source, make_metas
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -425,8 +425,8 @@ class RunSource:
         )
 
 
-class OrderedSource:
-    """Source of named tensors with names, shapes, dtypes and order known beforehand; a ``Source``.
+class OrderedSource(Source):
+    """Source of named tensors with names, shapes, dtypes and order known beforehand.
 
     Args:
         steps: The sender's iteration over them.
@@ -496,13 +496,6 @@ class OrderedSource:
         if first + count == len(self.metas):
             self._next(None)
             self._tied.finish()
-
-    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``Source.by_reference``: a tensor is here once it is asked for."""
-        return [None] * count
-
-    def end_reading(self) -> None:
-        """See ``Source.end_reading``: nothing is kept beyond this push."""
 
     def _next(self, wanted: str | None) -> torch.Tensor | None:
         """Return the tensor of a name, after dropping duplicates before it. Where ``wanted`` is

@@ -8,21 +8,23 @@ inside ``read``.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from trainer_side.params.elements import Elements, held_elements, why_not_held
+from trainer_side.params.elements import Elements, HeldRun
 from trainer_side.params.params import (
     Params,
     WholeParams,
     check_layout,
     own_dtype,
-    resident_param,
 )
+from trainer_side.ranks.ranks import SENDER, Ranks
 from weft_rl.contract.errors import InvalidManifestError, UnsupportedError, WeftError
+from weft_rl.contract.manifest import Run, why_not
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 _TORCH_DTYPES = {dtype: getattr(torch, dtype.torch_name) for dtype in DataType}
@@ -38,6 +40,26 @@ class Source(Protocol):
     every rank of the trainer."""
     is_collective: bool
     """True if every rank of the trainer must call ``read``, and not the sender alone."""
+    held: Any = None
+    """Result of ``held_tensors`` for this source, and what it was made for."""
+
+    def elements(self, index: int) -> Elements | None:
+        """Return tensor ``index`` as the ranks hold it; None where ``read`` must gather or compute
+        it."""
+        return None
+
+    def why_gathered(self, index: int) -> str:
+        """Return the reason why ``elements`` is None, for messages."""
+        return "it lies in a file"
+
+    def prepare(self) -> None:
+        """Bring inputs of the computation to every rank, before any of ``elements`` is read.
+        Collective, blocks."""
+        return
+
+    def release(self) -> None:
+        """Free what ``prepare`` brought, after a push."""
+        return
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """Fill ``views[i]`` with tensor ``first + i``, cast to the view's dtype.
@@ -56,10 +78,7 @@ class Source(Protocol):
     def end_reading(self) -> None:
         """Free what was kept between ranges, once a push has read its last one, or has failed. The
         next push may find other values. Not collective."""
-
-    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """Return the tensors of a range that lie whole in this process's memory, in their own
-        dtypes; None for the others. Not collective."""
+        return
 
 
 @contextlib.contextmanager
@@ -131,7 +150,7 @@ def make_metas(
     )
 
 
-class ParamsSource:
+class ParamsSource(Source):
     """Source of parameters by their final names, as they are.
 
     Args:
@@ -150,7 +169,6 @@ class ParamsSource:
         self.description = description
         self.is_collective = params.is_collective
         self._params, self._names, self._travel_names = params, list(names), list(names.values())
-        self.shards: Any = None
         params.check(names)
         self.metas = make_metas([(name, params.metas[own]) for own, name in names.items()], cast)
         self._dtypes = torch_dtypes(self.metas)
@@ -161,30 +179,17 @@ class ParamsSource:
         return ParamsSource(self._params, names, cast, self.description)
 
     def elements(self, index: int) -> Elements | None:
-        """See ``HeldSource``."""
-        return held_elements(self._params, self._names[index])
+        """See ``Source.elements``."""
+        return self._params.elements(self._names[index])
 
     def why_gathered(self, index: int) -> str:
-        """See ``HeldSource``."""
-        return why_not_held(self._params, self._names[index])
-
-    def prepare(self) -> None:
-        """See ``HeldSource``: nothing is computed."""
-
-    def release(self) -> None:
-        """See ``HeldSource``."""
+        """See ``Source.why_gathered``."""
+        return self._params.why_gathered(self._names[index])
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         wanted = slice(first, first + count)
         self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
-
-    def end_reading(self) -> None:
-        """See ``Source.end_reading``: nothing is kept."""
-
-    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``Source.by_reference``."""
-        return [resident_param(self._params, name) for name in self._names[first : first + count]]
 
 
 def tensor_source(
@@ -198,3 +203,139 @@ def tensor_source(
 def torch_dtypes(metas: Sequence[TensorMeta]) -> list[torch.dtype]:
     """Return the wire dtypes as torch dtypes."""
     return [_TORCH_DTYPES[meta.dtype] for meta in metas]
+
+
+# -- what the ranks hold ----------------------------------------------------------
+
+#: Tensors that must be gathered are brought to one rank before anything is sent: more of them
+#: than this, and all are gathered bucket by bucket.
+MAX_GATHERED_BYTES = 2 * 2**30
+
+#: Elements of one tensor that a rank of the trainer holds.
+Held = tuple[int, Run]
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """Tensors of a source as the ranks hold them; alike on every rank but for the elements."""
+
+    elements: Sequence[Elements | None]
+    """Elements of each tensor at this rank; None for one that rank 0 must read whole."""
+    held: Sequence[Sequence[Held]] = ()
+    """Holders of each tensor's elements; empty where rank 0 has every tensor whole."""
+    numbers: Mapping[Run, int] = field(default_factory=dict)
+    """Number of each run of this rank among its own runs of the tensor; empty where each is 0."""
+    remarks: tuple[str, ...] = ()
+    """Remarks that the push's success does not show."""
+
+    @classmethod
+    def of(
+        cls, elements: Sequence[Elements | None], metas: Sequence[TensorMeta], rank: int
+    ) -> HeldTensors:
+        """Return tensors of which ranks send what they hold, as ``rank`` has them."""
+        held = [
+            _held(index, each, meta.num_elements)
+            for index, (each, meta) in enumerate(zip(elements, metas, strict=True))
+        ]
+        gathered = [m.name for each, m in zip(elements, metas, strict=True) if each is None]
+        return cls(elements, held, _numbers(held, rank), _remarks(gathered))
+
+    @property
+    def num_holders(self) -> int:
+        """Number of ranks that hold some of it."""
+        return len({rank for tensor in self.held for rank, _ in tensor}) or 1
+
+    @property
+    def gathered(self) -> list[int]:
+        """Tensors that are brought to rank 0 before anything is sent."""
+        return [i for i, each in enumerate(self.elements) if each is None] if self.held else []
+
+
+def held_tensors(source: Source, ranks: Ranks, max_senders: int) -> HeldTensors | str:
+    """Return the tensors of a source as the ranks hold them; or where rank 0 gathers all, the
+    reason for that, empty if it was told to. The same on every rank.
+
+    Args:
+        max_senders: Most ranks that may send.
+    """
+    # Of a source that is kept, parameters have not moved.
+    if source.held is None or source.held[0] != (ranks, max_senders):
+        source.held = (ranks, max_senders), _found(source, ranks, max_senders)
+    found: HeldTensors | str = source.held[1]
+    return found
+
+
+def _found(source: Source, ranks: Ranks, max_senders: int) -> HeldTensors | str:
+    if not source.is_collective and ranks.rank != SENDER:
+        return HeldTensors(())
+    every = [source.elements(i) for i in range(len(source.metas))]
+    if not source.is_collective or (ranks.size == 1 and all(map(_is_whole, every, source.metas))):
+        return HeldTensors(every)
+    if max_senders == 1:
+        return ""
+    found = [_sendable(i, each, source) for i, each in enumerate(every)]
+    missing = [i for i, each in enumerate(found) if each is None]
+    left = sum(source.metas[i].num_bytes for i in missing)
+    total = sum(meta.num_bytes for meta in source.metas)
+    if left > MAX_GATHERED_BYTES or 2 * left > total:
+        return (
+            f"{len(missing)} of {len(found)} tensors could not be sent by the ranks that hold "
+            f"them, {source.metas[missing[0]].name!r} first: "
+            f"{_why_gathered(missing[0], every[missing[0]], source)}"
+        )
+    tensors = HeldTensors.of(found, source.metas, ranks.rank)
+    if tensors.num_holders > max_senders:
+        return f"{tensors.num_holders} ranks hold parts of it, and at most {max_senders} may send"
+    return tensors
+
+
+def _is_whole(elements: Elements | None, meta: TensorMeta) -> bool:
+    return elements is None or [*elements.runs] == [HeldRun(SENDER, 0, meta.num_elements)]
+
+
+def _remarks(gathered: Sequence[str]) -> tuple[str, ...]:
+    if not gathered:
+        return ()
+    more = f" and {len(gathered) - 3} more" if len(gathered) > 3 else ""
+    return (
+        f"{', '.join(gathered[:3])}{more} could not be sent as the ranks hold them, and were "
+        "brought together at rank 0 first",
+    )
+
+
+def _why_gathered(index: int, elements: Elements | None, source: Source) -> str:
+    if elements is None:
+        return source.why_gathered(index)
+    found = (why_not(_run(index, run), source.metas[index]) for run in elements.runs)
+    return f"it cannot travel as it is cut: {next(filter(None, found), 'into nothing')}"
+
+
+def _sendable(index: int, elements: Elements | None, source: Source) -> Elements | None:
+    """Return the elements if their runs can travel as they are; else None."""
+    if elements is None:
+        return None
+    meta = source.metas[index]
+    is_wrong = any(why_not(_run(index, run), meta) for run in elements.runs)
+    return None if is_wrong or not elements.runs else elements
+
+
+def _held(index: int, elements: Elements | None, numel: int) -> list[Held]:
+    if elements is None:
+        return [(SENDER, Run(index, 0, numel))]
+    return [(run.rank, _run(index, run)) for run in elements.runs]
+
+
+def _run(index: int, run: HeldRun) -> Run:
+    return Run(index, run.begin, run.numel, run.stride, run.repeats)
+
+
+def _numbers(held: Sequence[Sequence[Held]], rank: int) -> Mapping[Run, int]:
+    """Map each run of this rank to its number among its tensor's own runs."""
+    numbers: dict[Run, int] = {}
+    for tensor in held:
+        own = defaultdict[int, int](int)
+        for holder, run in tensor:
+            if holder == rank:
+                numbers[run] = own[run.tensor]
+                own[run.tensor] += 1
+    return numbers

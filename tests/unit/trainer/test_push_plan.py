@@ -11,14 +11,16 @@ import torch
 
 from tests.doubles.shards import sharded
 from trainer_side.push_request import PushOptions, PushPlan, PushSettings, checks_finite, plan_push
+from trainer_side.pushes import rank_push
 from trainer_side.pushes.content import PushContent
-from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
+from trainer_side.pushes.rank_push import GatheredPush, HeldPush, RankPushFactory
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft_rl.contract import manifest as contract_manifest
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
+
+_TARGET = pb.DescribeTargetResponse(backends=["gloo"])
 
 
 def _no_reference() -> Reference:
@@ -45,20 +47,23 @@ def test_a_layout_is_made_once_and_cut_as_told() -> None:
     plan = plan_push(request, target, packings, _no_reference)
     packing = plan.push.packing
     assert [bucket.payload_bytes for bucket in packing.manifest.buckets] == [1024, 1024]
-    assert isinstance(plan.push, GatheredPush)
+    assert isinstance(plan.push, HeldPush)
     assert (plan.adapter, plan.finite, plan.backend) == (None, False, "gloo")
     assert plan_push(request, target, packings, _no_reference).push.packing is packing
 
 
 class _Content(PushContent):
-    """Weights that two ranks hold columns of, cut so that they cannot travel."""
+    """Weights of 8 rows that some ranks hold columns of."""
 
     remarks = ()
 
-    def __init__(self, columns: int) -> None:
-        params = sharded({"a": torch.zeros(8, columns)}, 1, 0, 2)
+    def __init__(self, columns: int, num_ranks: int = 2, num_tensors: int = 1) -> None:
+        names = "abcdefghi"[:num_tensors]
+        weights = {name: torch.zeros(8, columns) for name in names}
+        params = sharded(weights, 1, 0, num_ranks)
         self.ranks = params.ranks
-        self._source = ParamsSource(params, {"a": "a"}, CastRule(enabled=False), "test")
+        own = {name: name for name in names}
+        self._source = ParamsSource(params, own, CastRule(enabled=False), "test")
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[ParamsSource, None]:
         return self._source, None
@@ -66,25 +71,40 @@ class _Content(PushContent):
 
 def _plan(content: _Content, max_senders: int = 64) -> PushPlan:
     request: Any = SimpleNamespace(content=lambda: content, check_finite=False)
-    target = pb.DescribeTargetResponse(backends=["gloo"])
     packings = RankPushFactory(content.ranks, None, max_senders)
-    return plan_push(request, target, packings, _no_reference)
+    return plan_push(request, _TARGET, packings, _no_reference)
 
 
-def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert isinstance(_plan(_Content(8)).push, ShardedPush)
+def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to() -> None:
+    assert isinstance(_plan(_Content(8)).push, HeldPush)
     assert _plan(_Content(8)).push.remarks == ()
     gathered = _plan(_Content(6)).push
     assert isinstance(gathered, GatheredPush)
     assert "rank 0 gathered all: 1 of 1 tensors" in gathered.remarks[0]
     assert _plan(_Content(6), max_senders=1).push.remarks == ()
-    monkeypatch.setattr(contract_manifest, "MAX_WIRE_BUCKETS", 0)
-    crowded = _plan(_Content(8)).push
+
+
+def test_rank_0_gathers_where_more_ranks_hold_shards_than_may_send() -> None:
+    crowded = _plan(_Content(12, num_ranks=3), max_senders=2).push
     assert isinstance(crowded, GatheredPush)
-    (remark,) = crowded.remarks
-    assert remark.startswith("rank 0 gathered all: a send plan of ")
+    assert crowded.remarks == (
+        "rank 0 gathered all: 3 ranks hold parts of it, and at most 2 may send",
+    )
+
+
+def test_buckets_are_larger_where_their_parts_would_be_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_push, "MAX_WIRE_BUCKETS", 12)
+    content = _Content(8, num_tensors=9)
+    packings = RankPushFactory(content.ranks, 256)
+    push, _ = content.rank_push(_TARGET, packings, _no_reference)
+    manifest = push.packing.manifest
+    assert [bucket.payload_bytes for bucket in manifest.buckets] == [512] * 4 + [256]
+    assert len(push.packing.plan.buckets) == 10
+    alone = RankPushFactory(content.ranks, 256, max_senders=1)
+    gathered, _ = content.rank_push(_TARGET, alone, _no_reference)
+    assert len(gathered.packing.manifest.buckets) == 9
 
 
 @pytest.mark.parametrize(

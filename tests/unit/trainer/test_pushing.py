@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tests.doubles.linked_ranks import linked_ranks
+from tests.doubles.shards import held_push
 from trainer_side.packing.packer import whole_packing
+from trainer_side.params.params import WholeElements
 from trainer_side.pool.progress import PushReporter
-from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
+from trainer_side.pushes.rank_push import GatheredPush, HeldPush, RankPushFactory
 from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import TorchRanks
-from trainer_side.sharding.plan import plan_shards
-from trainer_side.sources.shard_source import ShardSource
-from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
+from trainer_side.sources.source import CastRule, ParamsSource, Source, tensor_source
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidManifestError,
@@ -45,7 +45,7 @@ class _Ranks(OneRank):
         return produce()
 
 
-class _Source:
+class _Source(Source):
     """Notes that its reading has ended."""
 
     description, is_collective = "test", True
@@ -73,7 +73,7 @@ def test_the_reading_of_a_push_that_fails_has_ended_at_every_rank(rank: int) -> 
 
     ranks, source = _Ranks(rank), _Source()
     packing: Any = whole_packing(plan_buckets(source.metas))
-    push = GatheredPush(source, ranks, packing)  # type: ignore[arg-type]
+    push = GatheredPush(source, ranks, packing)
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     with pytest.raises(CapacityError):
         _pushing(ranks, SimpleNamespace(carry_out=carry_out))._carry_out(
@@ -84,8 +84,6 @@ def test_the_reading_of_a_push_that_fails_has_ended_at_every_rank(rank: int) -> 
 
 class _Shards(_Source):
     """One tensor, that must be brought together; ``fails`` in it."""
-
-    shards = None
 
     def __init__(self, fails: BaseException | None = None) -> None:
         super().__init__()
@@ -109,10 +107,11 @@ class _Shards(_Source):
         return "it must be"
 
 
-def _shard_push(ranks: Any, source: _Shards) -> ShardedPush:
-    shards = ShardSource(source, [None], ranks.rank)
-    manifest = plan_buckets(source.metas)
-    return ShardedPush(shards, manifest, plan_shards(manifest, shards.held), ranks)
+_ALL = WholeElements(torch.ones(4))
+
+
+def _shard_push(ranks: Any, source: _Shards, *, gathers: bool = True) -> HeldPush:
+    return held_push(source, [None if gathers else _ALL], ranks, plan_buckets(source.metas))
 
 
 def test_a_push_that_is_refused_brings_nothing_together() -> None:
@@ -189,7 +188,7 @@ def test_a_push_that_has_ended_already_brings_nothing_together(linked: list[Torc
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(push, range(2))) == [pb.Transfer()] * 2
-    assert [source.told for source in sources] == [["release"]] * 2
+    assert [source.told for source in sources] == [["end", "release"], ["release"]]
 
 
 class _Counted(_Ranks):
@@ -209,9 +208,7 @@ def test_a_push_that_gathers_nothing_agrees_once_before_it_is_sent(
     gathers: bool, num_agreed: int
 ) -> None:
     ranks, source = _Counted(), _Shards()
-    push = _shard_push(ranks, source)
-    if not gathers:
-        push.source.gathered.clear()
+    push = _shard_push(ranks, source, gathers=gathers)
     client = SimpleNamespace(attend=lambda *rest: None, carry_out=lambda *rest: pb.Transfer())
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     _pushing(ranks, client)._carry_out(begun, push, False, time.monotonic() + 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from weft_rl.containers import LruMapping
@@ -22,7 +22,7 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft_rl.contract.manifest import DIGEST_BYTES
+from weft_rl.contract.manifest import DIGEST_BYTES, SendPlan
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, VersionLayout
@@ -106,8 +106,9 @@ class Watermark:
         num_buckets: int,
         first_bucket: int = 0,
         num_senders: int = 1,
+        plan: SendPlan | None = None,
     ) -> None:
-        self.transfer_id, self._num_senders = transfer_id, num_senders
+        self.transfer_id, self._num_senders, self._plan = transfer_id, num_senders, plan
         self.num_verified = self._first = first_bucket
         self._num_receivers = num_receivers
         self._reports = [0] * num_buckets
@@ -118,8 +119,9 @@ class Watermark:
         """Number of buckets, from bucket 0, that each receiver has reported, of those that did."""
         return self._next
 
-    def report(self, rank: int, bucket: int) -> bool:
-        """Count a report of all buckets up to one; return whether the watermark advanced.
+    def report(self, rank: int, bucket: int) -> Collection[int]:
+        """Count a report of all buckets up to one; return the senders that have waited for it: of
+        the buckets by which the watermark has advanced, or all for the last bucket.
 
         Raises:
             InvalidRequestError: ``PROTOCOL``: the bucket was reported before, or does not exist.
@@ -138,7 +140,9 @@ class Watermark:
             and self._reports[self.num_verified] == self._num_receivers
         ):
             self.num_verified += 1
-        return self.num_verified > before
+        if self._plan is None or before < self.num_verified == len(self._reports):
+            return range(self._num_senders if before < self.num_verified else 0)
+        return {wire.sender for wire in self._plan.buckets[before : self.num_verified]}
 
     def is_through(self, rank: int) -> bool:
         """Return whether a receiver has reported every bucket."""
@@ -156,6 +160,7 @@ class LiveGroup:
         self.store = KeyValueStore()
         self.links: dict[int, RankStream] = {}
         self.layouts: LruMapping[bytes, VersionLayout] = LruMapping(_MAX_LAYOUTS)
+        self.plan: SendPlan | None = None
         self.watermark: Watermark | None = None
         #: Buckets that each sender keeps, as it has said when it came.
         self.num_in_flight: dict[int, int] = {}
@@ -330,9 +335,9 @@ class LiveGroups:
         mark = live.watermark if live else None
         if live is None or mark is None or mark.transfer_id != report.transfer_id:
             return  # of a transfer that has ended meanwhile
-        if mark.report(link.rank, report.bucket):
-            for sender in live.senders:
-                sender.release(mark.transfer_id, mark.num_verified)
+        for sender in mark.report(link.rank, report.bucket):
+            if sender in live.links:
+                live.links[sender].release(mark.transfer_id, mark.num_verified)
 
     def _progress(self, link: RankStream, said: rendezvous_pb2.Progress) -> None:
         live = self._live.get(link.group_id)
@@ -376,6 +381,7 @@ class LiveGroups:
         if live is None:
             return
         live.layouts.put(transfer.layout.digest, transfer.layout)
+        live.plan = transfer.send_plan
         prepare = rendezvous_pb2.Prepare(
             transfer_id=transfer.transfer_id,
             version=version_to_proto(transfer.policy_version),
@@ -402,7 +408,7 @@ class LiveGroups:
         live = self._live.get(group_id)
         if live is not None:
             live.watermark = Watermark(
-                transfer_id, num_receivers, num_buckets, first_bucket, live.num_senders
+                transfer_id, num_receivers, num_buckets, first_bucket, live.num_senders, live.plan
             )
             live.num_told = {}
             start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)

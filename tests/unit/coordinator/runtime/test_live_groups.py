@@ -48,6 +48,13 @@ def test_a_report_counts_all_buckets_up_to_its_own() -> None:
     assert (mark.num_verified, mark.is_through(2), mark.is_through(1)) == (4, True, False)
 
 
+def test_senders_hear_of_their_own_buckets_and_all_of_the_last() -> None:
+    wires = [WireBucket(sender, bucket, 256, 1) for bucket in range(2) for sender in range(3)]
+    mark = Watermark("t", 1, 6, num_senders=3, plan=make_send_plan(3, wires))
+    assert [mark.report(3, bucket) for bucket in (0, 2, 4)] == [{0}, {1, 2}, {0, 1}]
+    assert [*mark.report(3, 5)] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("rank", "bucket"), [(1, 1), (1, 0), (1, 7), (0, 2)])
 def test_a_report_is_a_receivers_and_of_more_than_the_last(rank: int, bucket: int) -> None:
     mark = Watermark("t", 2, 3)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles.shards import held_push
 from tests.doubles.wire import put_tail
 from trainer_side.packing.packer import Packer
-from trainer_side.params.elements import Elements, held_by
-from trainer_side.params.sharded import HeldRun, Sharded
-from trainer_side.sharding.plan import ShardPlan, plan_shards
-from trainer_side.sources.shard_source import ShardSource
+from trainer_side.params.elements import Elements, HeldRun
+from trainer_side.params.sharded import Sharded, held_by
+from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, Source, tensor_source
 from weft_rl.contract.errors import NotFiniteError
 from weft_rl.contract.manifest import Manifest, Run, check_coverage, plan_buckets
@@ -27,7 +26,14 @@ from weft_rl.transport.wire.buckets import tensor_sums, verify_runs
 _NONCE = 77
 
 
-class _Whole:
+class _Rank(OneRank):
+    """One of several."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class _Whole(Source):
     """A source of whole tensors that ranks hold parts of."""
 
     is_collective, description = True, "test"
@@ -38,19 +44,6 @@ class _Whole:
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         self._source.read(first, count, views)
-
-    def elements(self, index: int) -> Elements | None:
-        raise AssertionError
-
-    def prepare(self) -> None:
-        pass
-
-    def end_reading(self) -> None:
-        pass
-
-
-def _reader(source: ShardSource) -> Any:
-    return source
 
 
 def _rank_elements(
@@ -73,7 +66,7 @@ def _sent(
     num_ranks: int,
     served: DataType,
     capacity_bytes: int,
-) -> tuple[Manifest, ShardPlan, dict[int, torch.Tensor], list[int]]:
+) -> tuple[Manifest, list[Run], dict[int, torch.Tensor], list[int]]:
     """What receivers make of it: the tensors' bytes, and their digests as the senders add them
     up."""
     source = _Whole(tensors, served)
@@ -82,20 +75,19 @@ def _sent(
     totals = [0] * len(source.metas)
     seen: list[Run] = []
     digests: list[int] = []
-    plan = None
+    sent: list[Run] = []
     for rank in range(num_ranks):
-        own = ShardSource(source, _rank_elements(tensors, runs, rank), rank)
-        own.gather()
-        plan = plan_shards(manifest, own.held)
-        if rank not in plan.senders:
+        own = held_push(source, _rank_elements(tensors, runs, rank), _Rank(rank), manifest)
+        own.prepare()
+        sender, packing = own.sender, own.packing
+        if sender is None:
             continue
-        sender = plan.senders.index(rank)
-        packing = plan.packings[sender]
+        sent += [run for bucket in packing.runs or () for run in bucket]
         packer = Packer(packing)
         for buffer in packer.buffers:
             buffer.fill_(255)
         for nth, index in enumerate(packing.plan.sent_by(sender)):
-            packed = packer.pack(nth, _reader(own), _NONCE)
+            packed = packer.pack(nth, own, _NONCE)
             for run, digest in zip(packed.runs, packed.digests, strict=True):
                 totals[run.tensor] = (totals[run.tensor] + digest) % 2**64
             put_tail(packer.wire(nth), packed.sealed)
@@ -105,9 +97,8 @@ def _sent(
             _place(manifest, wire, came, received)
             seen += came
             digests += parts
-    assert plan is not None
     assert tensor_sums(manifest, seen, digests) == totals
-    return manifest, plan, received, totals
+    return manifest, sent, received, totals
 
 
 def _place(
@@ -164,10 +155,10 @@ def test_what_ranks_pack_is_every_tensor_once(
     capacity_bytes: int,
 ) -> None:
     tensors, runs, num_ranks = case
-    manifest, plan, received, totals = _sent(tensors, runs, num_ranks, served, capacity_bytes)
+    manifest, sent, received, totals = _sent(tensors, runs, num_ranks, served, capacity_bytes)
     check_coverage(
         [slot.meta for slot in manifest.tensors],
-        [run for packing in plan.packings for bucket in packing.runs or () for run in bucket],
+        sent,
     )
     for index, tensor in enumerate(tensors.values()):
         want = tensor.to(getattr(torch, served.torch_name)).reshape(-1).view(torch.uint8)
@@ -183,27 +174,25 @@ def test_what_is_not_finite_is_found_in_its_tensor() -> None:
     manifest = plan_buckets(source.metas)
     runs = [[HeldRun(0, 0, 100), HeldRun(1, 100, 156)]]
     for rank in (0, 1):
-        own = ShardSource(
-            _Whole(tensors, DataType.FLOAT32), _rank_elements(tensors, runs, rank), rank
-        )
-        plan = plan_shards(manifest, own.held)
-        packer = Packer(plan.packings[rank])
+        elements = _rank_elements(tensors, runs, rank)
+        own = held_push(_Whole(tensors, DataType.FLOAT32), elements, _Rank(rank), manifest)
+        packer = Packer(own.packing)
         if rank == 0:
-            packer.pack(0, _reader(own), _NONCE, finite=True)
+            packer.pack(0, own, _NONCE, finite=True)
             continue
         with pytest.raises(NotFiniteError, match=r"layers\.0\.weight"):
-            packer.pack(0, _reader(own), _NONCE, finite=True)
+            packer.pack(0, own, _NONCE, finite=True)
 
 
 def test_held_buckets_move_as_they_are() -> None:
     tensors = {f"layers.{i}.weight": torch.randn(8, 64) for i in range(5)}
     runs = [[HeldRun(0, 0, 512)] for _ in range(5)]
-    own = ShardSource(_Whole(tensors, DataType.FLOAT32), _rank_elements(tensors, runs, 0), 0)
-    manifest = plan_buckets(own.metas, 2048)
-    plan = plan_shards(manifest, own.held)
-    packer = Packer(plan.packings[0])
+    source = _Whole(tensors, DataType.FLOAT32)
+    manifest = plan_buckets(source.metas, 2048)
+    own = held_push(source, _rank_elements(tensors, runs, 0), _Rank(0), manifest)
+    packer = Packer(own.packing)
     for nth in range(3):
-        packer.pack(nth, _reader(own), _NONCE)
+        packer.pack(nth, own, _NONCE)
     before = [packer.wire(nth).clone() for nth in (1, 2)]
     old = {buffer.data_ptr() for buffer in packer.buffers}
     packer.move(range(1, 3))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_side.params.dtensor import MeshSplit, cells_of
-from trainer_side.params.elements import held_by
-from trainer_side.params.sharded import HeldRun, Sharded
+from trainer_side.params.elements import HeldRun
+from trainer_side.params.sharded import Sharded, held_by
 
 
 @st.composite

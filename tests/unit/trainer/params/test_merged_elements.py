@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.doubles.shards import OneOfSeveral
-from trainer_side.params.elements import HeldElements, held_by
+from trainer_side.params.elements import HeldElements, HeldRun
 from trainer_side.params.merged_elements import (
     LoraFactors,
     MergedElements,
@@ -16,7 +16,7 @@ from trainer_side.params.merged_elements import (
     merge_block,
     merges_in_place,
 )
-from trainer_side.params.sharded import HeldRun, Sharded
+from trainer_side.params.sharded import Sharded, held_by
 
 _OUT, _IN, _R = 300, 72, 8
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trainer_side.params.sharded import HeldRun, Sharded, ShardedParams
+from trainer_side.params.elements import HeldRun
+from trainer_side.params.sharded import Sharded, ShardedParams
 
 ROWS, COLUMNS = 24, 40
 

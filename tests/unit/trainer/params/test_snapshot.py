@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import Linear, Sequential
 
 from trainer_side.params.choose import OpenedModel
-from trainer_side.params.elements import held_elements
+from trainer_side.params.elements import HeldRun
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
 from trainer_side.params.snapshot import HostMemory, snapshot
 from trainer_side.pushes.content import ModelAdapter, ModelBase
 from trainer_side.ranks.ranks import OneRank
@@ -40,20 +40,21 @@ def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> N
     params = ShardedParams(placed, "test", OneRank())
     memory = HostMemory(OneRank())
     copied = snapshot(params, {"a", "other", "sum"}, memory.lend(1))
+    assert isinstance(copied, ShardedParams)
     assert calls == ["gather"]  # in the caller's step, not beside the next one
     shard.fill_(-1)  # as training goes on
     for name in ("a", "other", "frozen"):
-        before, after = held_elements(params, name), held_elements(copied, name)
+        before, after = params.elements(name), copied.elements(name)
         assert before is not None
         assert after is not None
         assert after.runs == before.runs
-    elements = held_elements(copied, "a")
+    elements = copied.elements("a")
     assert elements is not None
     assert elements.held(0).tolist() == list(range(8))
-    whole = held_elements(copied, "sum")
+    whole = copied.elements("sum")
     assert whole is not None
     assert whole.held(0).tolist() == list(range(6))
-    kept = held_elements(copied, "frozen")
+    kept = copied.elements("frozen")
     assert kept is not None
     assert kept.held(0).data_ptr() == frozen.data_ptr()
     assert calls == ["gather"]

@@ -12,14 +12,14 @@ from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.packing.packer import whole_packing
 from trainer_side.pushes.rank_push import GatheredPush
 from trainer_side.ranks.torch_ranks import TorchRanks
-from trainer_side.sources.source import CastRule, tensor_source
+from trainer_side.sources.source import CastRule, Source, tensor_source
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.manifest import plan_buckets
 
 _SIZE = 3
 
 
-class _Source:
+class _Source(Source):
     """Gathers from all ranks, one of which has no room for the second tensor."""
 
     description, is_collective = "test", True
@@ -48,7 +48,7 @@ def test_an_error_in_a_gather_is_everybodys_though_they_wait_in_it(fails: int) -
         packing = whole_packing(plan_buckets(sources[0].metas, 256))
 
         def push(rank: int) -> None:
-            own = GatheredPush(sources[rank], ranks[rank], packing)  # type: ignore[arg-type]
+            own = GatheredPush(sources[rank], ranks[rank], packing)
             if rank:
                 own.assist(is_under_way=True)
             for runs in packing.runs or ():

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.doubles.shards import held_push
 from trainer_side.pool import peer as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.peer import SideGroupRank
-from trainer_side.pushes.rank_push import RankPushFactory, ShardedPush
+from trainer_side.pushes.rank_push import HeldPush, RankPushFactory
 from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import OneRank, RankSum
-from trainer_side.sharding.plan import plan_shards
-from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.errors import PeerUnavailableError, TransferAbortedError, WeftError
 from weft_rl.contract.manifest import plan_buckets
@@ -33,11 +32,11 @@ class _Unlinked(OneRank):
         raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
 
 
-def _push(ranks: OneRank) -> ShardedPush:
+def _push(ranks: OneRank) -> HeldPush:
     source: Any = tensor_source({"a.weight": torch.ones(4)}, CastRule(), "test")
-    shards = ShardSource(source, [None], 0)
-    manifest = plan_buckets(source.metas)
-    return ShardedPush(shards, manifest, plan_shards(manifest, shards.held), ranks)
+    push = held_push(source, [None], ranks, plan_buckets(source.metas))
+    push._is_shared = True
+    return push
 
 
 def test_a_sum_that_cannot_begin_keeps_nobody_waiting() -> None:
@@ -58,10 +57,10 @@ class _Sender:
         self._error = error
         self.in_streams: list[str] = []
 
-    def begin(self, push: ShardedPush, **kwargs: Any) -> ShardedPush:
+    def begin(self, push: HeldPush, **kwargs: Any) -> HeldPush:
         return push
 
-    def send(self, push: ShardedPush) -> None:
+    def send(self, push: HeldPush) -> None:
         self.in_streams.append(_IN_STREAM.get(threading.current_thread().name, ""))
         if self._error is not None:
             raise self._error
@@ -115,7 +114,7 @@ class _Waiting(_Sender):
         super().__init__(None)
         self.begun, self.aborted = threading.Event(), threading.Event()
 
-    def send(self, push: ShardedPush) -> None:
+    def send(self, push: HeldPush) -> None:
         self.begun.set()
         assert self.aborted.wait(30)
         raise TransferAbortedError("interrupted", reason="ABORTED")
@@ -168,7 +167,7 @@ def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
 
     push = _push(_Gone())
     push.sender = 1
-    push.source.gathered.clear()
+    push.is_prepared_together = True
     pushing = PushExecutor(_Gone(), None, RankPushFactory(_Gone(), None), Joined())  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     with pytest.raises(PeerUnavailableError):

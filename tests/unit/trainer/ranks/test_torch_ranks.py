@@ -131,14 +131,14 @@ def test_sums_wrap_around_and_are_nobodys_wait(pool, ranks):
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_rank_that_leaves_is_gone_for_all_at_once(pool, ranks, gone):
-    """Whatever they wait for: what it owes the sum, the next agreement, a message of its own."""
+    """Whatever they wait for: what it owes the sum, the next agreement, an exchange."""
 
     def wait(each: TorchRanks) -> None:
         if each.rank == gone:
             time.sleep(0.2)
             each.abandon()
         elif each.rank == 1:
-            each.take(gone, torch.zeros(8))
+            each.exchange([torch.zeros(8, dtype=torch.uint8)] * _SIZE)
         elif each.rank == 3:
             each.add_up(torch.zeros(3, dtype=torch.int64)).result()
         else:

@@ -15,10 +15,12 @@ from trainer_side.params import names
 from trainer_side.params.names import cached_conversions
 from trainer_side.params.params import WholeParams
 from trainer_side.params.sharded import Sharded, ShardedParams
+from trainer_side.pushes.rank_push import HeldPush, RankPushFactory
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import CastRule
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.manifest import Run
 
 _SHAPES = {"a": (8, 8), "t": (4, 6), "b": (8, 8), "u": (4, 6), "c": (8, 8)}
 
@@ -73,9 +75,9 @@ class _Trainer:
         assert found is not None
         return found
 
-    def shards(self, rank: int) -> ShardSource:
-        found = shard_source(self.sources[rank], self.ranks[rank])
-        assert isinstance(found, ShardSource)
+    def push(self, rank: int) -> HeldPush:
+        found = RankPushFactory(self.ranks[rank], None).weights_push(self.sources[rank], GLOO)
+        assert isinstance(found, HeldPush)
         return found
 
 
@@ -83,12 +85,13 @@ def test_what_is_brought_together_is_that_of_each_push(ranks: list[TorchRanks]) 
     trainer = _Trainer(ranks)
 
     def push(rank: int) -> torch.Tensor | None:
-        shards = trainer.shards(rank)
-        assert [shards.metas[i].name for i in shards.gathered] == ["t.saved", "u.saved"]
-        shards.gather()
-        assert trainer.sources[rank]._converted is None  # or it would be there twice
-        (found,) = shards.by_reference([shards.held[1][0][1]]) if rank == 0 else (None,)
-        shards.release()
+        own, source = trainer.push(rank), trainer.sources[rank]
+        assert own.remarks[0].startswith("t.saved, u.saved could not be sent")
+        own.prepare()
+        assert source._converted is None  # or it would be there twice
+        whole = Run(1, 0, source.metas[1].num_elements)
+        (found,) = own.by_reference([whole]) if rank == 0 else (None,)
+        own.release()
         return found
 
     for value in (1.0, 2.0):

@@ -14,7 +14,7 @@ from trainer_side.params.elements import Elements
 from trainer_side.pushes.content import base_content
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.drafted_source import DraftedSource
-from trainer_side.sources.shard_source import HeldSource
+from trainer_side.sources.source import Source
 from weft_rl.contract.errors import InvalidManifestError, UnsupportedError
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.manifest_codec import reference_tensor_to_proto
@@ -22,7 +22,7 @@ from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 
 
-class Fake:
+class Fake(Source):
     """Notes what is read of it; its values are those of ``first``, ``first + 1``, ..."""
 
     def __init__(self, first: int, *names: str, is_collective: bool) -> None:
@@ -37,9 +37,6 @@ class Fake:
         for i, view in enumerate(views or ()):
             view.fill_(self.first + first + i)
 
-    def by_reference(self, first: int, count: int) -> list[torch.Tensor | None]:
-        return [torch.full((2,), self.first + first + i) for i in range(count)]
-
     def end_reading(self) -> None:
         self.ended += 1
 
@@ -47,11 +44,10 @@ class Fake:
 class Held(Fake):
     """Knows where its elements lie."""
 
-    shards = None
-    held: Any = object()
+    elements_of_all: Any = object()
 
     def elements(self, index: int) -> Elements | None:
-        return self.held  # type: ignore[no-any-return]
+        return self.elements_of_all  # type: ignore[no-any-return]
 
     def why_gathered(self, index: int) -> str:
         return f"of {index}"
@@ -85,11 +81,6 @@ def test_the_draft_follows_by_its_names_in_a_base(parts: tuple[Held, Fake]) -> N
     views = [torch.zeros(2) for _ in range(4)]
     source.read(1, 4, views)
     assert [int(view[0]) for view in views] == [1, 2, 10, 12]
-    assert [int(found[0]) for found in source.by_reference(2, 3) if found is not None] == [
-        2,
-        10,
-        12,
-    ]
     source.end_reading()
     assert [part.ended for part in parts] == [1, 1]
 
@@ -106,12 +97,11 @@ def test_a_rank_that_gives_reads_what_all_read_and_no_more(parts: tuple[Held, Fa
 def test_what_the_ranks_hold_is_sent_by_them(parts: tuple[Held, Fake]) -> None:
     base, draft = parts
     source: Any = DraftedSource(base, draft, target(*DRAFT))
-    assert isinstance(source, HeldSource)
-    assert source.elements(1) is base.held
+    assert source.elements(1) is base.elements_of_all
     assert source.elements(3) is None, "rank 0 reads its files"
     assert (source.why_gathered(2), source.why_gathered(4)) == ("of 2", "it lies in a file")
     whole = Held(10, "fc", "norm", is_collective=False)
-    assert DraftedSource(base, whole, target(*DRAFT)).elements(3) is None
+    assert DraftedSource(base, whole, target(*DRAFT)).elements(3) is whole.elements_of_all
     source.prepare()
     source.release()
     assert base.reads == [(-1, 0, True), (-2, 0, True)]

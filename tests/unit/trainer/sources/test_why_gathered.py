@@ -16,8 +16,7 @@ from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.shard_source import ShardSource, shard_source
-from trainer_side.sources.source import CastRule, ParamsSource
+from trainer_side.sources.source import CastRule, HeldTensors, ParamsSource, held_tensors
 
 
 def _gathered(tensor: torch.Tensor, why: str) -> GatheredParam:
@@ -79,4 +78,4 @@ def test_of_what_only_a_framework_can_put_together() -> None:
     params = ShardedParams(placed, "test", OneOfSeveral(0, 2))
     source = ParamsSource(params, {"a": "a", "s": "s"}, CastRule(), "test")
     assert _why(source, "s") == "summed"
-    assert isinstance(shard_source(source, params.ranks), ShardSource)
+    assert isinstance(held_tensors(source, params.ranks, 2), HeldTensors)
