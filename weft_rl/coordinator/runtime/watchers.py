@@ -15,14 +15,13 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
-from weft_rl.coordinator.decisions.state.effects import Announce, SaveEvent
+from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
 from weft_rl.coordinator.decisions.state.event_kinds import (
     DETAILS,
     KEPT_WITH,
     MAX_KEPT,
-    story,
-    tone,
-    topic,
+    TONE,
+    TOPIC,
 )
 from weft_rl.rpc.codec import timestamp_to_proto
 from weft_rl.v1 import inspect_pb2
@@ -39,6 +38,26 @@ _OUTCOMES: Final = {
     "bad": inspect_pb2.EVENT_OUTCOME_FAILURE,
     "plain": inspect_pb2.EVENT_OUTCOME_UNSPECIFIED,
 }
+
+
+def story(event: Announce) -> str:
+    """Return the key of the events that one line tells together; empty if it is told by itself.
+
+    A push and the retirement of its version are one story, and so is each repair. Of a story at
+    most one event is a failure: its end.
+    """
+    match event.kind:
+        case (
+            EventKind.TRANSFER_BEGUN
+            | EventKind.TRANSFER_STAGED
+            | EventKind.TRANSFER_COMMITTED
+            | EventKind.TRANSFER_ABORTED
+            | EventKind.VERSION_RETIRED
+        ):
+            return str(event.concerns)
+        case kind if TOPIC[kind] == "repairs":
+            return event.subject
+    return ""
 
 
 class Watcher:
@@ -144,8 +163,8 @@ class Feed:
             policy=concerns.policy if concerns else "",
             version=concerns.version if concerns else 0,
             revision=self._num_published + 1,
-            topic=topic(announced.kind),
-            outcome=_OUTCOMES[tone(announced.kind)],
+            topic=TOPIC[announced.kind],
+            outcome=_OUTCOMES[TONE[announced.kind]],
             detail=announced.kind in DETAILS,
             story=story(announced),
         )

@@ -11,14 +11,14 @@ from weft_rl.coordinator.decisions.state.event_kinds import (
     DETAILS,
     FAILURES,
     KEPT_WITH,
+    TONE,
+    TOPIC,
     TOPICS,
-    story,
-    tone,
-    topic,
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.runtime.watchers import story
 from weft_rl.v1 import inspect_pb2
 
 
@@ -26,12 +26,12 @@ def test_each_kind_has_one_topic_and_the_protos_have_it_too() -> None:
     assert sorted(kind for kinds in TOPICS.values() for kind in kinds) == sorted(EventKind)
     names = {name.removeprefix("EVENT_KIND_") for name, _ in inspect_pb2.EventKind.items()}
     assert names - {"UNSPECIFIED"} == {kind.name for kind in EventKind}
-    assert all(kind in TOPICS[topic(kind)] for kind in EventKind)
+    assert all(kind in TOPICS[TOPIC[kind]] for kind in EventKind)
 
 
 def test_a_failure_is_never_a_detail_and_is_bad() -> None:
     assert not FAILURES & DETAILS
-    assert {kind for kind in EventKind if tone(kind) == "bad"} == FAILURES
+    assert {kind for kind in EventKind if TONE[kind] == "bad"} == FAILURES
     assert {kind for kind in EventKind if KEPT_WITH[kind].startswith("failures of ")} == FAILURES
     for kind in EventKind:
         if kind.name.endswith(("LOST", "FAILED", "ABORTED", "QUARANTINED", "SUSPECT", "CONFLICT")):
@@ -51,16 +51,16 @@ def test_what_was_ordered_is_no_failure() -> None:
     order = OutOfService(ReplicaState.QUARANTINED, "new disk")
     m.do(events.TakeOutOfService(900, "r0", order))
     (ordered,) = [e for e in m.last if isinstance(e, Announce) and e.subject == "r0"]
-    assert (ordered.kind, tone(ordered.kind)) == (EventKind.QUARANTINE_ORDERED, "plain")
+    assert (ordered.kind, TONE[ordered.kind]) == (EventKind.QUARANTINE_ORDERED, "plain")
     m.do(events.DrainReplica(901, "r1", 30.0, "maintenance"))
     for name, kind in (("r1", EventKind.REPLICA_LEFT), ("r2", EventKind.REPLICA_LOST)):
         m.do(events.Leave(902, name, "i1"))
         (left,) = [e for e in m.last if isinstance(e, Announce) and e.subject == name]
         assert left.kind is kind
-    assert tone(EventKind.REPLICA_LEFT) == "plain"
+    assert TONE[EventKind.REPLICA_LEFT] == "plain"
     m.register("r3", dirty_reason="a load failed")
     (mixed,) = [e for e in m.last if isinstance(e, Announce) and e.subject == "r3"]
-    assert (mixed.kind, tone(mixed.kind)) == (EventKind.REPLICA_QUARANTINED, "bad")
+    assert (mixed.kind, TONE[mixed.kind]) == (EventKind.REPLICA_QUARANTINED, "bad")
 
 
 def test_a_push_and_the_end_of_its_version_are_one_story() -> None:
@@ -76,7 +76,7 @@ def test_a_push_and_the_end_of_its_version_are_one_story() -> None:
 
 def test_who_is_lost_on_the_way_is_told_by_itself() -> None:
     lost = Announce(EventKind.TRANSFER_REFORMED, "t-1", "", PolicyVersion("math", 3))
-    assert (story(lost), tone(lost.kind)) == ("", "bad")
+    assert (story(lost), TONE[lost.kind]) == ("", "bad")
     failed = Announce(EventKind.CLONE_FAILED, "t-2", "", PolicyVersion("math", 3))
     begun = Announce(EventKind.CLONE_BEGUN, "t-2", "", PolicyVersion("math", 3))
     assert story(failed) == story(begun) == "t-2"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
+from weft_rl.coordinator.decisions.state.effects import EventKind
 
 #: Events that are kept with each other (see ``KEPT_WITH``). The catalog keeps as many, but for
 #: details.
@@ -86,7 +86,8 @@ TOPICS: Final[Mapping[str, frozenset[EventKind]]] = {
         }
     ),
 }
-_TOPIC: Final = {kind: topic for topic, kinds in TOPICS.items() for kind in kinds}
+#: What a kind is about, one of ``TOPICS``.
+TOPIC: Final = {kind: topic for topic, kinds in TOPICS.items() for kind in kinds}
 
 #: Something did not work, or somebody is gone.
 FAILURES: Final = frozenset(
@@ -132,43 +133,18 @@ DETAILS: Final = frozenset(
 )
 
 
-def topic(kind: EventKind) -> str:
-    """Return what a kind is about, one of ``TOPICS``."""
-    return _TOPIC[kind]
-
-
-def tone(kind: EventKind) -> str:
-    """Return "bad" for a failure, "good" for a success, "plain" for all else."""
-    return "bad" if kind in FAILURES else "good" if kind in _SUCCESSES else "plain"
-
-
-def story(event: Announce) -> str:
-    """Return the key of the events that one line tells together; empty if it is told by itself.
-
-    A push and the retirement of its version are one story, and so is each repair. Of a story at
-    most one event is a failure: its end.
-    """
-    match event.kind:
-        case (
-            EventKind.TRANSFER_BEGUN
-            | EventKind.TRANSFER_STAGED
-            | EventKind.TRANSFER_COMMITTED
-            | EventKind.TRANSFER_ABORTED
-            | EventKind.VERSION_RETIRED
-        ):
-            return str(event.concerns)
-        case kind if topic(kind) == "repairs":
-            return event.subject
-    return ""
-
-
+#: "bad" for a failure, "good" for a success, "plain" for all else.
+TONE: Final = {
+    kind: "bad" if kind in FAILURES else "good" if kind in _SUCCESSES else "plain"
+    for kind in EventKind
+}
 #: Name of the events that a kind is kept with, ``MAX_KEPT`` of each name: failures and the others
 #: of each topic, so that a flapping replica drops no outcome of a push; and details.
 KEPT_WITH: Final[Mapping[EventKind, str]] = {
     kind: "details"
     if kind in DETAILS
-    else f"failures of {topic(kind)}"
+    else f"failures of {TOPIC[kind]}"
     if kind in FAILURES
-    else topic(kind)
+    else TOPIC[kind]
     for kind in EventKind
 }
