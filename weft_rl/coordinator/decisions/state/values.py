@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.checkpoint import FileDigest
-from weft_rl.contract.errors import WeftError, error_from_reason
+from weft_rl.contract.errors import InvalidAdapterError, WeftError, error_from_reason
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.contract.tensors import DataType
 
 
@@ -79,13 +83,26 @@ def base_content(layout_digest: bytes, digest: ContentDigest) -> bytes:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """An adapter apart from its tensors; ``config_digest`` is SHA-256 of the config."""
+    """An adapter apart from its tensors.
+
+    Raises:
+        InvalidAdapterError: Its config is too long.
+    """
 
     config_json: str
-    config_digest: bytes
     base_fingerprint: str = ""
     trained_on_base_version: int | None = None
     """Version of the base that it was trained on; None if nobody knows."""
+
+    def __post_init__(self) -> None:
+        """Check the length of the config."""
+        if len(self.config_json.encode()) > MAX_CONFIG_BYTES:
+            raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
+
+    @cached_property
+    def config_digest(self) -> bytes:
+        """SHA-256 of the config."""
+        return hashlib.sha256(self.config_json.encode()).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +123,6 @@ class RecordedFacts:
     content_digest: ContentDigest
     layout_digest: bytes
     adapter: AdapterSpec | None
-
-
-@dataclass(frozen=True)
-class HeldVersion:
-    """A version whose bytes a replica says that it has; see ``weft.v1.HeldVersion``."""
-
-    version: PolicyVersion
-    digest: bytes
-    spilled: bool = False
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def lacking_room(
         if replica.loads_in_place(transfer.kind):
             continue
         if transfer.kind is PolicyKind.BASE:
-            room = capabilities.staging_capacity_bytes - replica.report.pinned_bytes
+            room = capabilities.staging_capacity_bytes - replica.report.pinned_base_bytes
             what = "staging"
         elif capabilities.lora_enabled:
             room = capabilities.adapter_capacity_bytes - replica.report.adapter_used_bytes
@@ -291,10 +291,10 @@ def _way_out(state: PoolState, transfer: Transfer, replica: Replica) -> str:
             ": end what is done with (weft forget POLICY), keep fewer versions (weft retain POLICY "
             "N), or start it with a larger --adapter-memory-gib"
         )
-    if not replica.report.pinned_bytes:
+    if not replica.report.pinned_base_bytes:
         return ""
     names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)
     return (
-        f": {replica.report.pinned_bytes} are held by {names or 'versions'} that are pinned; "
+        f": {replica.report.pinned_base_bytes} are held by {names or 'versions'} that are pinned; "
         "unpin, or start it with a larger --staging-memory-gib"
     )

@@ -389,7 +389,7 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
         create_time=row[7],
         commit_time=row[8],
         content_digest=ContentDigest(*row[9:12]) if row[9] is not None else None,
-        adapter=AdapterSpec(*row[12:16]) if row[12] is not None else None,
+        adapter=AdapterSpec(row[12], *row[14:16]) if row[12] is not None else None,
         failure=Failure(row[16], row[17]) if row[16] is not None else None,
     )
 

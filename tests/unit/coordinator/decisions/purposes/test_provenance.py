@@ -142,7 +142,7 @@ def _tell_as_started(m: Machine, replica_id: str) -> None:
     incarnation, vector = replica.incarnation, replica.vector
     m.do(
         events.Heartbeat(
-            0, replica_id, incarnation, ReplicaReport(vector=vector, base_as_started=True)
+            0, replica_id, incarnation, ReplicaReport(version_vector=vector, base_as_started=True)
         )
     )
 

@@ -51,7 +51,7 @@ def _record(policy: str, number: int, state: VersionState) -> VersionRecord:
         create_time=1763700000.25 + number,
         commit_time=1763700001.5 + number,
         content_digest=ContentDigest(1, b"\x00\xff digest", 256 * number),
-        adapter=None if policy == "base" else AdapterSpec(config, bytes(range(32)), "f00d", 1),
+        adapter=None if policy == "base" else AdapterSpec(config, "f00d", 1),
     )
 
 

@@ -47,7 +47,7 @@ def _record(version: int, state: VersionState, policy: str = "math") -> VersionR
         create_time=1.5,
         commit_time=2.5,
         content_digest=ContentDigest(1, b"digest", 256),
-        adapter=AdapterSpec("{}", b"config", "base", 3),
+        adapter=AdapterSpec("{}", "base", 3),
         failure=Failure("DEADLINE", "late") if state is VersionState.ABORTED else None,
     )
 
