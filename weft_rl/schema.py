@@ -60,6 +60,9 @@ class MessageCodec(Generic[_V, _M]):
     """Source of both functions, for readers of a traceback."""
     beside: frozenset[str] = frozenset()
     """Names of fields that only one of the two has."""
+    flat: str = ""
+    """Template of the arguments of the message, where all of them are plain fields of the value:
+    such a message is nested without a call of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +182,15 @@ class _CodecFactory(Generic[_V, _M]):
             self._names["decode"],
             source,
             self._given | self._told | absent,
+            self._flat(encoded),
         )
+
+    def _flat(self, encoded: Sequence[str]) -> str:
+        plain = [_PLAIN.fullmatch(one) for one in encoded]
+        first, *others = [f"{one[1]}={{0}}.{one[2]}" for one in plain if one] or [""]
+        if not all(plain):
+            return ""
+        return ", ".join([first.format("(_n := {0})"), *(one.format("_n") for one in others)])
 
     def _source(self, encoded: Sequence[str], decoded: Sequence[str]) -> str:
         told = "".join(f", {name}=None" for name in sorted(self._told))
@@ -305,6 +316,9 @@ class _CodecFactory(Generic[_V, _M]):
             found = self._converter(hint, theirs)
             if found is None:
                 nested = self._nested(hint, theirs.message_type, where)
+                if nested.flat:
+                    there = f"{self._name(nested.message)}({nested.flat})"
+                    return there, f"{self._name(nested.decode)}({{}})"
                 found = _Conversion(nested.encode, nested.decode, "")
             return f"{self._name(found.encode)}({{}})", f"{self._name(found.decode)}({{}})"
         if typing.get_origin(hint) is typing.Literal:
@@ -348,6 +362,7 @@ class _CodecFactory(Generic[_V, _M]):
         return f"{holder.name}.{theirs.name}, which is {self._value.__name__}.{field.name}"
 
 
+_PLAIN: Final = re.compile(r"(\w+)=value\.(\w+)")
 _BYTES: Final = FieldDescriptor.TYPE_BYTES
 _SCALARS: Final[Mapping[int, type]] = {
     FieldDescriptor.CPPTYPE_INT32: int,

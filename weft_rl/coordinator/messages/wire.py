@@ -75,7 +75,7 @@ converter(SendPlan, types_pb2.SendPlan, send_plan_to_proto, send_plan_from_proto
 CONTENT: Final = codec(ContentDigest, types_pb2.ContentDigest)
 FACTS: Final = codec(RecordedFacts, types_pb2.VersionFacts)
 _BOUND: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
-_DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
+DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
 _PROBLEM: Final = codec(Problem, inspect_pb2.Problem, told=["subject"])
 
 ACQUIRE: Final = codec(
@@ -309,7 +309,7 @@ def replica_to_proto(
         checkpoint_digest=replica.checkpoint.digest,
         checkpoint_reason=replica.checkpoint.reason,
         report=REPORT_BESIDE_VECTOR.encode(replica.believed_report(now)),
-        differences=map(_DIFFERENCE.encode, differences[:_MAX_DIFFERENCES]),
+        differences=map(DIFFERENCE.encode, differences[:_MAX_DIFFERENCES]),
         num_more_differences=max(0, len(differences) - _MAX_DIFFERENCES),
     )
 
