@@ -15,7 +15,7 @@ from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, Sleep
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import types_pb2
@@ -180,16 +180,6 @@ class MemoryUsage:
     """Content digests of ``spilled``; one version may have several."""
 
 
-@dataclass(frozen=True)
-class UnservedPolicy:
-    """Policy that the pool once served, and does not serve any more."""
-
-    last_version: int
-    """Highest version number of the policy that will not be served."""
-    reason: str
-    """Reason to tell a client that asks for the policy."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SwitchTimes:
     """Times and interrupted requests of a switch."""
@@ -233,7 +223,7 @@ class SleepOrder:
 
     trainer_id: str
     """Trainer that wants the engine to sleep; empty for an operator."""
-    level: int = 1
+    level: int = field(default=1, metadata={"unset": 1})
     """Sleep level: 1 moves the weights to host memory, 2 discards them."""
     aborts: bool
     """True to abort running requests, False to let them finish."""
@@ -414,7 +404,7 @@ class Engine(Protocol):
     async def drop_alias(self, policy: str) -> None:
         """Let an adapter's bare name stand for nothing; succeeds if it already does."""
 
-    def set_absent(self, policies: Mapping[str, UnservedPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         """Set the policies that are not served any more, with reasons for clients."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:

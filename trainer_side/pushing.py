@@ -32,7 +32,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.contract.tensors import Reference
-from weft_rl.rpc.codec import version_from_proto
+from weft_rl.rpc.codec import POLICY_VERSION
 from weft_rl.tracing import Span
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -224,7 +224,7 @@ class PushExecutor:
                     plan = self._agree(request, is_replaced, deadline)
                     origin, begun = self._begin(request, plan, deadline, span)
                     transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
-                    version = version_from_proto(begun.version)
+                    version = POLICY_VERSION.decode(begun.version)
                     about_base = self._about_base(request, plan, origin, version, transfer)
                     report = report_of(
                         transfer,
@@ -453,7 +453,7 @@ class PushExecutor:
         span.set(version=begun.version.version, transfer_id=begun.transfer_id)
         _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
-            version_from_proto(begun.version),
+            POLICY_VERSION.decode(begun.version),
             plan.push.description,
             plan.push.num_bytes,
             ", ".join(begun.replica_ids),

@@ -31,12 +31,11 @@ from rollout_side.engine import (
     JoinOrder,
     SendOrder,
     SleepOrder,
-    UnservedPolicy,
 )
 from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion, VersionVector, check_counted
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, ReplicaReport, ReplicaWork
 from weft_rl.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ class Agent:
         self._told: OrderSource | None = None
         self._num_told = 0
         self._pins_ordered: tuple[int, ...] = ()
-        self._absent: Mapping[str, UnservedPolicy] = {}
+        self._absent: Mapping[str, AbsentPolicy] = {}
         self._last_epoch = 0
         self._answered = asyncio.Event()
         # When the event loop last ran ``run``.
@@ -285,18 +284,18 @@ class Agent:
         serving, memory = self.serving, self.serving.memory
         vector = serving.vector
         return ReplicaReport(
-            vector=vector,
-            retained=memory.retained_bases,
-            spilled=frozenset(memory.spilled),
+            version_vector=vector,
+            retained_base_versions=memory.retained_bases,
+            spilled_versions=frozenset(memory.spilled),
             dirty_reason=serving.mixed_reason,
             base_as_started=serving.is_as_started(vector.base),
             refusing=self.refusing,
             order_number=order.number if order.generation == known else 0,
-            asleep=self.engine.asleep,
+            sleep=self.engine.asleep,
             drain=self._drain.report(),
             adapter_used_bytes=memory.adapter_bytes,
-            pins_obeyed=frozenset(serving.pins),
-            pinned_bytes=memory.pinned_base_bytes,
+            pinned_base_versions=frozenset(serving.pins),
+            pinned_base_bytes=memory.pinned_base_bytes,
             draft_version=self.engine.draft_version,
             work=self._work(),
         )
@@ -404,13 +403,14 @@ class Agent:
         if answer.is_draining:
             self._in_transfer = answer.in_transfer
         if answer.drain is not None:
-            self.drain(answer.drain.seconds, answer.drain.reason)
+            self.drain(answer.drain.time_left_seconds, answer.drain.reason)
         if self.order_refusal(answer.order, answer.refuse_reason):
             self.hurry()
-        self._pins_ordered = answer.pins
-        if answer.absent != self._absent:
-            self._absent = answer.absent
-            self.engine.set_absent(answer.absent)
+        self._pins_ordered = answer.pinned_base_versions
+        absent = {one.policy: one for one in answer.absent_policies}
+        if absent != self._absent:
+            self._absent = absent
+            self.engine.set_absent(absent)
 
     def _close(self, reason: str) -> None:
         self._closed = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from rollout_side.agent.registration import HeartbeatOrders
-from rollout_side.engine import AliasRefusals, UnservedPolicy
+from rollout_side.engine import AliasRefusals
 from weft_rl.contract.errors import NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import (
     BASE_POLICY,
@@ -14,6 +14,7 @@ from weft_rl.contract.names import (
     VersionVector,
     check_name,
 )
+from weft_rl.contract.replica_report import AbsentPolicy
 
 #: Versions that an answer lists at most, and characters of the list; see ``rpc.status``.
 _MAX_LISTED = 10
@@ -25,7 +26,7 @@ def resolve(
     served: VersionVector,
     newest: Callable[[str], int],
     refused: AliasRefusals,
-    absent: Mapping[str, UnservedPolicy],
+    absent: Mapping[str, AbsentPolicy],
 ) -> PolicyVersion:
     """Return the exact version that answers a request.
 
@@ -78,9 +79,7 @@ def resolve(
     return PolicyVersion(asked, alias)
 
 
-def _unknown(
-    asked: str, served: VersionVector, gone: UnservedPolicy | None = None
-) -> NotFoundError:
+def _unknown(asked: str, served: VersionVector, gone: AbsentPolicy | None = None) -> NotFoundError:
     """Return the error for a policy that is not served here, or is unknown."""
     there = _listed(_versions(asked, served) or _names(served))
     why = gone.reason if gone else f"nothing here is called {asked}"

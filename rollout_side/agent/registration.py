@@ -6,13 +6,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import grpc
 
 from rollout_side.config import AgentConfig
-from rollout_side.engine import UnservedPolicy
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
 from weft_rl.contract.errors import (
@@ -28,25 +27,23 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import HEAD_ROOM, PolicyVersion, VersionVector, check_counted
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
+from weft_rl.contract.replica_report import (
+    AbsentPolicy,
+    DrainNote,
+    HeldVersion,
+    ReplicaReport,
+    Sleep,
+)
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import check_target, open_aio_channel, open_channel
-from weft_rl.rpc.codec import (
-    capabilities_to_proto,
-    checkpoint_to_proto,
-    drain_from_proto,
-    duration_from_proto,
-    report_to_proto,
-    version_to_proto,
-    versions_from_proto,
-)
+from weft_rl.rpc.codec import CAPABILITIES, CHECKPOINT, HELD, REPORT, duration_from_proto
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import reference_to_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
+from weft_rl.schema import codec
 from weft_rl.v1 import registry_pb2 as pb
-from weft_rl.v1 import types_pb2
 from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
 
@@ -74,8 +71,8 @@ class HeldVersions:
     """Transfers with staged bytes, whole or in part."""
     checkpoint: Checkpoint = _NOT_KNOWN
     """Checkpoint that the engine was started with."""
-    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
-    """Held versions, each with its digest, and True if it is spilled."""
+    held: frozenset[HeldVersion] = frozenset()
+    """Held versions, in memory and spilled."""
     last_epoch: int = 0
     """Highest epoch of its side groups."""
     to_sleep: Sleep | None = None
@@ -140,7 +137,7 @@ class HeartbeatOrders:
     """Reason to refuse new requests; empty to take them."""
     order: OrderKey
     """Order that set ``refuse_reason``."""
-    pins: tuple[int, ...]
+    pinned_base_versions: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
     vector: VersionVector = field(default_factory=VersionVector)
     """Vector that was reported."""
@@ -150,41 +147,24 @@ class HeartbeatOrders:
     """True if there are more than ``lacking`` lists."""
     base_doubt: str = ""
     """Reason why base@0 here is not known to be the pool's; empty if it is, or is not served."""
-    absent: Mapping[str, UnservedPolicy] = field(default_factory=dict)
-    """Policies that the pool does not serve any more, by name."""
+    absent_policies: tuple[AbsentPolicy, ...] = ()
+    """Policies that the pool does not serve any more."""
 
 
-def answer_from_proto(
-    response: pb.HeartbeatResponse,
-    is_draining: bool,
-    coordinator_generation: int,
-    vector: VersionVector,
-) -> HeartbeatOrders:
-    """Return the answer to a heartbeat that reported ``vector`` and ``is_draining``."""
-    return HeartbeatOrders(
-        drain_from_proto(response.drain) if response.HasField("drain") else None,
-        is_draining,
-        response.in_transfer,
-        response.refuse_reason,
-        OrderKey(coordinator_generation, response.order_number),
-        tuple(response.pinned_base_versions),
-        vector,
-        tuple(versions_from_proto(response.lacking)),
-        response.lacking_more,
-        response.base_doubt,
-        {
-            one.policy: UnservedPolicy(one.last_version, one.reason)
-            for one in response.absent_policies
-        },
-    )
-
-
-def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
-    """Encode a held version for the coordinator."""
-    version, digest, spilled = held
-    return types_pb2.HeldVersion(
-        version=version_to_proto(version), content_digest=digest, spilled=spilled
-    )
+_ORDERS = codec(
+    HeartbeatOrders,
+    pb.HeartbeatResponse,
+    given=["is_draining", "order", "vector"],
+    told=[
+        "ready",
+        "held_versions_wanted",
+        "coordinator_generation",
+        "order_number",
+        "out_of_service",
+        "epoch",
+        "pool_id",
+    ],
+)
 
 
 _log = logging.getLogger(__name__)
@@ -313,7 +293,7 @@ class Registration:
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
         # Held versions that the coordinator knows, and whether it wants all of them.
-        self._held_reported: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+        self._held_reported: frozenset[HeldVersion] = frozenset()
         self._held_wanted = False
         #: Reason why the coordinator does not answer, or refuses; empty once it has answered.
         self.trouble = ""
@@ -414,7 +394,7 @@ class Registration:
         request = pb.ReportCheckpointRequest(
             replica_id=self._config.replica_id,
             incarnation=self._config.incarnation,
-            checkpoint=checkpoint_to_proto(checkpoint),
+            checkpoint=CHECKPOINT.encode(checkpoint),
         )
         self._stub.ReportCheckpoint(request, timeout=_CALL_SECONDS)
         self._reported_checkpoint = checkpoint
@@ -476,15 +456,15 @@ class Registration:
             incarnation=config.incarnation,
             address=declaration.address,
             http_url=config.http_url,
-            capabilities=capabilities_to_proto(declaration.capabilities),
+            capabilities=CAPABILITIES.encode(declaration.capabilities),
             model_name=declaration.model_name,
-            report=report_to_proto(now.report),
-            held_versions=map(held_to_proto, sorted(now.held)),
+            report=REPORT.encode(now.report),
+            held_versions=map(HELD.encode, sorted(now.held)),
             last_coordinator_generation=self.coordinator_generation,
             last_epoch=max(now.last_epoch, self._epoch),
             out_of_service=self._out_of_service,
             last_coordinator_id=self._coordinator_id,
-            checkpoint=checkpoint_to_proto(now.checkpoint),
+            checkpoint=CHECKPOINT.encode(now.checkpoint),
             protocol_revision=PROTOCOL_REVISION,
             pool_id=self.pool_id,
         )
@@ -522,13 +502,13 @@ class Registration:
     def _heartbeat(self) -> bool:
         """Send a heartbeat and take in its answer; return whether the replica drains."""
         now = self._current()
-        report = replace(now.report, asleep=now.report.asleep or now.to_sleep)
+        report = replace(now.report, sleep=now.report.sleep or now.to_sleep)
         request = pb.HeartbeatRequest(
             replica_id=self._config.replica_id,
             incarnation=self._config.incarnation,
-            report=report_to_proto(report),
+            report=REPORT.encode(report),
             staged_transfer_ids=now.staged,
-            held_versions=map(held_to_proto, sorted(self._held_to_report(now.held))),
+            held_versions=map(HELD.encode, sorted(self._held_to_report(now.held))),
             held_versions_complete=self._held_wanted,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
@@ -551,8 +531,11 @@ class Registration:
         is_draining = now.report.drain is not None
         if not self._stopping:
             self._on_answer(
-                answer_from_proto(
-                    response, is_draining, self.coordinator_generation, now.report.vector
+                _ORDERS.decode(
+                    response,
+                    is_draining=is_draining,
+                    order=OrderKey(self.coordinator_generation, response.order_number),
+                    vector=now.report.version_vector,
                 )
             )
         return is_draining
@@ -598,14 +581,12 @@ class Registration:
         except InvalidRequestError as error:  # it is no fault of this replica, nor for good
             raise NotReadyError(f"{self._config.coordinator} answers: {error.message}") from error
 
-    def _held_to_report(
-        self, held: frozenset[tuple[PolicyVersion, bytes, bool]]
-    ) -> frozenset[tuple[PolicyVersion, bytes, bool]]:
+    def _held_to_report(self, held: frozenset[HeldVersion]) -> frozenset[HeldVersion]:
         """Return the held versions to name in a heartbeat: all of a version if any of it is new."""
         if self._held_wanted:
             return held
-        new = {(version, spilled) for version, _, spilled in held ^ self._held_reported}
-        return frozenset(one for one in held if (one[0], one[2]) in new)
+        new = {(one.version, one.spilled) for one in held ^ self._held_reported}
+        return frozenset(one for one in held if (one.version, one.spilled) in new)
 
     def _leave(self) -> None:
         if not self.registered.is_set():

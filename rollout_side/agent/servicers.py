@@ -30,28 +30,33 @@ from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_counted, check_name
 from weft_rl.contract.sampling import Sampling, check_num_samples
 from weft_rl.rpc.codec import (
+    CAPABILITIES,
+    POLICY_VERSION,
+    REPORT,
+    SLEEP,
+    TENSOR,
+    TICKET,
     aborts_from_proto,
-    capabilities_to_proto,
     chunk_ranges,
     duration_from_proto,
     duration_to_proto,
-    level_from_proto,
-    report_to_proto,
-    sleep_to_proto,
-    tensors_to_proto,
-    ticket_from_proto,
     vector_to_proto,
-    version_from_proto,
-    version_to_proto,
 )
 from weft_rl.rpc.inbound import on_call_end
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.schema import codec
 from weft_rl.tracing import NO_TRACER, Span, Tracer, parent_in
 from weft_rl.v1 import generate_pb2, publish_pb2, types_pb2
 from weft_rl.v1 import replica_pb2 as pb
 from weft_rl.v1.generate_pb2_grpc import GenerateServiceServicer
 from weft_rl.v1.replica_pb2_grpc import ReplicaServiceServicer
 
+_SLEEP_ORDER = codec(
+    SleepOrder,
+    pb.SleepRequest,
+    given=["aborts"],
+    told=["coordinator_generation", "incarnation", "when_running", "pool_id"],
+)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -64,7 +69,7 @@ def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
     """
     check_name(message.policy, "policy")
     check_counted("version", message.version)
-    return version_from_proto(message)
+    return POLICY_VERSION.decode(message)
 
 
 def _source(request: Any) -> OrderSource:
@@ -243,7 +248,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             async for part in parts:
                 found += part
                 for some in chunk_ranges(len(part)):
-                    tensors = tensors_to_proto(part[some])
+                    tensors = map(TENSOR.encode, part[some])
                     chunk = types_pb2.TensorDigestChunk(tensors=tensors, adapter=adapter)
                     yield pb.DigestVersionResponse(chunk=chunk)
                     adapter = None
@@ -288,7 +293,7 @@ class ReplicaServicer(ReplicaServiceServicer):
                 f"one of the backends {', '.join(self._agent.engine.capabilities.backends)}"
             )
         coordinator = self._agent.config.coordinator
-        return ticket_from_proto(group, coordinator=coordinator, host=self._agent.host)
+        return TICKET.decode(group, coordinator=coordinator, host=self._agent.host)
 
     async def DiscardTransfer(  # noqa: N802
         self, request: pb.DiscardTransferRequest, context: _Context
@@ -317,7 +322,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         )
         return pb.RetireVersionsResponse(
             version_vector=vector_to_proto(agent.serving.vector),
-            draining=[version_to_proto(version) for version in sorted(agent.serving.retiring)],
+            draining=[POLICY_VERSION.encode(version) for version in sorted(agent.serving.retiring)],
         )
 
     async def RefuseRequests(  # noqa: N802
@@ -339,14 +344,10 @@ class ReplicaServicer(ReplicaServiceServicer):
         self._check_generation(request.coordinator_generation)
         await self._agent.check_source(_source(request))
         self._check_incarnation(request.incarnation)
-        order = SleepOrder(
-            trainer_id=request.trainer_id,
-            level=level_from_proto(request.level),
-            aborts=aborts_from_proto(request.when_running),
-            timeout_seconds=duration_from_proto(request.timeout),
-        )
+        order = _SLEEP_ORDER.decode(request, aborts=aborts_from_proto(request.when_running))
         await agent.fall_asleep(order)
-        return pb.SleepResponse(sleep=sleep_to_proto(agent.engine.asleep))
+        asleep = agent.engine.asleep
+        return pb.SleepResponse(sleep=SLEEP.encode(asleep) if asleep else None)
 
     async def WakeUp(  # noqa: N802
         self, request: pb.WakeUpRequest, context: _Context
@@ -368,9 +369,9 @@ class ReplicaServicer(ReplicaServiceServicer):
         return pb.GetStatusResponse(
             replica_id=agent.config.replica_id,
             incarnation=agent.config.incarnation,
-            capabilities=capabilities_to_proto(agent.engine.capabilities),
+            capabilities=CAPABILITIES.encode(agent.engine.capabilities),
             staging_used_bytes=agent.serving.memory.staging_bytes,
-            report=report_to_proto(agent.report()),
+            report=REPORT.encode(agent.report()),
         )
 
 
@@ -442,7 +443,7 @@ class GenerateServicer(GenerateServiceServicer):
             async for chunks in answer.chunks():
                 if admission is None:
                     admission = generate_pb2.Admission(
-                        adapter=version_to_proto(adapter) if adapter else None,
+                        adapter=POLICY_VERSION.encode(adapter) if adapter else None,
                         base_version=answer.base,
                         logprobs_mode=capabilities.logprobs_mode,
                         logprobs_truncated=capabilities.logprobs_truncated,
@@ -515,7 +516,7 @@ def _response(
         )
         if chunk.finish_reason is not None:
             if adapter is not None:
-                made.adapter.CopyFrom(version_to_proto(adapter))
+                made.adapter.CopyFrom(POLICY_VERSION.encode(adapter))
             for span in chunk.base_spans:
                 made.base_spans.add(
                     version=span.version,

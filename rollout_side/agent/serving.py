@@ -20,6 +20,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import HeldVersion
 
 _log = logging.getLogger(__name__)
 
@@ -316,17 +317,17 @@ class ServedVersions:
             )
         return True
 
-    def held(self) -> Iterator[tuple[PolicyVersion, bytes, bool]]:
-        """Yield versions served, retained or spilled, each with its digest and whether it is
-        spilled. Versions of unknown digest, and mixed weights, are left out."""
+    def held(self) -> Iterator[HeldVersion]:
+        """Yield versions served, retained or spilled. Versions of unknown digest, and mixed
+        weights, are left out."""
         for version, facts in self.known.facts.items():
             is_mixed = version == PolicyVersion(BASE_POLICY, self.vector.base) and (
                 self.mixed_reason and version.version not in self.memory.retained_bases
             )
             if self._has(version) and not is_mixed:
-                yield version, facts.digest, False
+                yield HeldVersion(version, facts.digest)
         for version, digest in self.memory.spilled_digests:
-            yield version, digest, True
+            yield HeldVersion(version, digest, spilled=True)
 
     async def describe(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
         """Return the known facts of a version that is held with that digest.

@@ -22,7 +22,6 @@ from rollout_side.engine import (
     SleepOrder,
     SpillOrder,
     SwitchTimes,
-    UnservedPolicy,
     VersionFacts,
 )
 from rollout_side.memory.ranks.messages import unpack_manifest
@@ -57,7 +56,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
-from weft_rl.contract.replica_report import Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, Sleep
 from weft_rl.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
@@ -440,7 +439,7 @@ class VllmReplica:
         async with self._gate.exclusive():
             self.models.drop_alias(policy)
 
-    def set_absent(self, policies: Mapping[str, UnservedPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         """See ``Engine``."""
         self.models.absent = policies
 

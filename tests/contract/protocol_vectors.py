@@ -211,7 +211,7 @@ def _checkpoint() -> dict[str, Any]:
             {
                 "name": tensor.name,
                 "dtype": tensor.dtype,
-                "dims": list(tensor.shape),
+                "dims": list(tensor.dims),
                 "content": bytes(content.tolist()).hex(),
                 "digest": f"{tensor.digest:016x}",
             }

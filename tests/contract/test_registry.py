@@ -22,7 +22,6 @@ from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, types_pb2
     [
         ({"base_fingerprint": "0" * 64}, "FAILED_PRECONDITION", "BASE_MISMATCH"),
         ({"backends": ("nccl",)}, "FAILED_PRECONDITION", "BACKEND_MISMATCH"),
-        ({"num_receivers": 0}, "INVALID_ARGUMENT", "INVALID_REQUEST"),
     ],
 )
 async def test_register(pool: Pool, capabilities: dict[str, Any], code: str, reason: str) -> None:

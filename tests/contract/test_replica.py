@@ -21,7 +21,8 @@ from tests.doubles.pool import running_pool
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion
-from weft_rl.rpc.codec import tensors_from_proto, vector_from_proto
+from weft_rl.contract.replica_report import HeldVersion
+from weft_rl.rpc.codec import TENSOR, vector_from_proto
 from weft_rl.rpc.manifest_codec import ManifestDecoder
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
@@ -227,7 +228,7 @@ async def test_what_a_catalog_is_to_record_of_a_version(served: Served) -> None:
     assert response.facts == types_pb2.VersionFacts(
         content_digest=types_pb2.ContentDigest(value=b"math@1"), layout_digest=layout, adapter=spec
     )
-    held = {(str(version), digest) for version, digest, _ in served.agent.serving.held()}
+    held = {(str(one.version), one.content_digest) for one in served.agent.serving.held()}
     assert held == {("math@1", b"math@1"), ("base@1", b"base@1")}
     refused = await refusal(served.stub.DescribeVersion(_facts_request(b"other")))
     assert refused == "NOT_FOUND/VERSION_UNKNOWN"
@@ -254,7 +255,7 @@ async def test_a_number_never_stands_for_other_bytes(served: Served) -> None:
     )
     await served.stub.CommitTransfer(other)
     assert served.engine.base["w"].view(torch.uint8).eq(2).all(), "a base is replaced"
-    assert (PolicyVersion("base", 1), b"base@2", False) in set(served.agent.serving.held())
+    assert HeldVersion(PolicyVersion("base", 1), b"base@2") in set(served.agent.serving.held())
 
 
 async def test_mistaken_bytes_are_dropped_with_their_name(served: Served) -> None:
@@ -402,7 +403,7 @@ async def test_what_is_held_is_digested_tensor_by_tensor(served: Served) -> None
         *parts, last = await _digests(served, policy, version)
         content = torch.full((256,), version, dtype=torch.uint8)
         expected = [StoredTensor("w", "F32", (8, 8), tensor_digest(content))]
-        assert tensors_from_proto(t for part in parts for t in part.tensors) == expected
+        assert [TENSOR.decode(t) for part in parts for t in part.tensors] == expected
         assert last == types_pb2.TensorDigestChunk(digest=checkpoint_digest(expected))
         assert parts[0].adapter == (spec if policy == "math" else types_pb2.AdapterSpec())
 

@@ -22,7 +22,6 @@ from rollout_side.engine import (
     SleepOrder,
     SpillOrder,
     SwitchTimes,
-    UnservedPolicy,
     VersionFacts,
 )
 from rollout_side.memory.digest_reading import DigestReader
@@ -50,7 +49,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
-from weft_rl.contract.replica_report import Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, Sleep
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
@@ -128,7 +127,7 @@ class EngineDouble:
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
-        self.absent: Mapping[str, UnservedPolicy] = {}
+        self.absent: Mapping[str, AbsentPolicy] = {}
         self.running = 0
         self.base_version = 0
         self.draft_version, self.drafted = 0, (0, 0)
@@ -362,7 +361,7 @@ class EngineDouble:
         self.store.held(version)
         self.aliases[version.policy] = version.version
 
-    def set_absent(self, policies: Mapping[str, UnservedPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         self.absent = policies
 
     async def drop_alias(self, policy: str) -> None:

@@ -8,7 +8,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.names import VersionVector
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
-from weft_rl.rpc.codec import capabilities_to_proto, vector_to_proto
+from weft_rl.rpc.codec import CAPABILITIES, vector_to_proto
 from weft_rl.rpc.manifest_codec import reference_to_chunks
 from weft_rl.v1 import registry_pb2
 
@@ -32,7 +32,7 @@ async def register(
         version_vector=vector_to_proto(vector), **{name: fields.pop(name) for name in of_report}
     )
     request = registry_pb2.RegisterRequest(
-        capabilities=capabilities_to_proto(capabilities),
+        capabilities=CAPABILITIES.encode(capabilities),
         report=report,
         model_name="tiny",
         **{"protocol_revision": PROTOCOL_REVISION, **fields},

@@ -19,10 +19,9 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (
+    POLICY_VERSION,
     duration_to_proto,
     vector_to_proto,
-    version_from_proto,
-    version_to_proto,
 )
 from weft_rl.rpc.manifest_codec import ManifestDecoder
 from weft_rl.rpc.server import Servicer, bind, make_server
@@ -129,7 +128,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
     def _held(self) -> list[types_pb2.HeldVersion]:
         return [
             types_pb2.HeldVersion(
-                version=version_to_proto(version),
+                version=POLICY_VERSION.encode(version),
                 content_digest=self.digests.get(version, facts.content_digest.value),
             )
             for version, facts in self.facts.items()
@@ -194,7 +193,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         await self.commit_gate.wait()
         if self.commit_error:
             raise self._signed(self.commit_error)
-        version = version_from_proto(request.version)
+        version = POLICY_VERSION.decode(request.version)
         self.facts[version] = types_pb2.VersionFacts(
             content_digest=request.content_digest,
             layout_digest=request.layout_digest,
@@ -223,7 +222,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.switches.append(request)
         if self.commit_error:
             raise self._signed(self.commit_error)
-        version = version_from_proto(request.version)
+        version = POLICY_VERSION.decode(request.version)
         if version.policy == "base":
             self.vector = self.vector.with_base(version.version)
         else:
@@ -246,12 +245,12 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         )
 
     async def DescribeVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
-        facts = self.facts[version_from_proto(request.version)]
+        facts = self.facts[POLICY_VERSION.decode(request.version)]
         assert request.facts_of_digest == facts.content_digest.value
         yield replica_pb2.DescribeVersionResponse(facts=facts)
 
     async def DigestVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
-        answer = self.tensors.get(version_from_proto(request.version), NotFoundError("not held"))
+        answer = self.tensors.get(POLICY_VERSION.decode(request.version), NotFoundError("not held"))
         if isinstance(answer, Exception):
             raise answer
         for chunk in answer:
@@ -268,8 +267,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.calls.append("retire")
         self.ended += request.ended_policies
         for message in (*request.versions, *(h.version for h in request.mistaken_versions)):
-            self.facts.pop(version_from_proto(message), None)
-            self.vector = self.vector.without_adapter(version_from_proto(message))
+            self.facts.pop(POLICY_VERSION.decode(message), None)
+            self.vector = self.vector.without_adapter(POLICY_VERSION.decode(message))
         return replica_pb2.RetireVersionsResponse(version_vector=vector_to_proto(self.vector))
 
     # -- its receivers ---------------------------------------------------------

@@ -26,7 +26,7 @@ from weft_rl.contract.manifest import (
 )
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel
-from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_proto
+from weft_rl.rpc.codec import TICKET, duration_to_proto, send_plan_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.backends import allocate
@@ -270,7 +270,7 @@ class ShardedTrainer:
             own = pb.GroupPlan()
             own.CopyFrom(group)
             own.rank, own.token = rank, token
-            ticket = ticket_from_proto(own, coordinator=self._target, host="127.0.0.1")
+            ticket = TICKET.decode(own, coordinator=self._target, host="127.0.0.1")
             self.ranks[rank] = SendingRank(ticket, CPU)
 
     def _send(self, rank: int, push: ShardedPush, transfer_id: str, deadline: float) -> None:

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from tests.fuzz.world import REPLICA, World
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
-from weft_rl.rpc.codec import capabilities_to_proto, vector_to_proto
+from weft_rl.rpc.codec import CAPABILITIES, vector_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
 from weft_rl.v1 import admin_pb2 as admin
 from weft_rl.v1 import generate_pb2 as generate
@@ -50,7 +50,7 @@ def _register(world: World) -> list[Message]:
         address="127.0.0.1:1",
         http_url="http://127.0.0.1:1",
         model_name="double",
-        capabilities=capabilities_to_proto(world.engine.capabilities),
+        capabilities=CAPABILITIES.encode(world.engine.capabilities),
         report=registry.ReplicaReport(
             version_vector=vector_to_proto(world.agent.serving.vector),
             retained_base_versions=[1],

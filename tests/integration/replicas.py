@@ -6,7 +6,7 @@ from tests.doubles.pool import Pool
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
-from weft_rl.rpc.codec import tensors_from_proto, version_to_proto
+from weft_rl.rpc.codec import POLICY_VERSION, TENSOR
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
@@ -25,10 +25,10 @@ def is_ready(pool: Pool, replica_id: str) -> bool:
 def digests(pool: Pool, replica_id: str, version: str) -> dict[str, StoredTensor]:
     """What a replica answers; the digest of all is that of them."""
     request = pb.DigestTensorsRequest(
-        replica_id=replica_id, version=version_to_proto(PolicyVersion.parse(version))
+        replica_id=replica_id, version=POLICY_VERSION.encode(PolicyVersion.parse(version))
     )
     with open_channel(pool.target) as channel:
         chunks = [r.chunk for r in InspectServiceStub(channel).DigestTensors(request, timeout=20)]
-    found = tensors_from_proto(t for chunk in chunks for t in chunk.tensors)
+    found = [TENSOR.decode(t) for chunk in chunks for t in chunk.tensors]
     assert chunks[-1].digest == checkpoint_digest(found)
     return {tensor.name: tensor for tensor in found}

@@ -150,7 +150,7 @@ class Checks:
             if switching and not transfer.replica_id:
                 return  # until its own switch it serves what it should
         # What was said last may be older, or newer, than what it serves now.
-        if pool.missing_from(beat.report.vector) and pool.missing_from(replica.vector):
+        if pool.missing_from(beat.report.version_vector) and pool.missing_from(replica.vector):
             lacking = pool.missing_from(replica.vector)
             fail(f"{beat.replica_id} was told that it is ready and lacks {lacking}")
         if (

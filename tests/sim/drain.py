@@ -36,12 +36,14 @@ class SimDrain:
             self._in_transfer = answer.in_transfer
         if answer.drain is None:
             return
-        ends = self._replica.clock.now + answer.drain.seconds
+        ends = self._replica.clock.now + answer.drain.time_left_seconds
         if self.under_way:
             self._deadline = min(self._deadline, ends)
             return
         self._deadline, self.under_way = ends, True
-        self._replica.world.trace(self._replica.name, f"drains for {answer.drain.seconds:.1f} s")
+        self._replica.world.trace(
+            self._replica.name, f"drains for {answer.drain.time_left_seconds:.1f} s"
+        )
         self._replica.spawn(self._over())
 
     def _over(self) -> Generator[Any, Any, None]:

@@ -99,7 +99,7 @@ class LeaseChecks:
                 is_own = (event.trainer_id, event.session_id) == holder  # by an older token
                 # Where a catalog was lost, tokens do not say who was first: the larger one does
                 # until the other has renewed its lease, after each start.
-                is_larger = event.last_token > self._newest_token.get(event.policy, 0)
+                is_larger = event.last_fencing_token > self._newest_token.get(event.policy, 0)
                 was_lost = bool(self._world.checks.losses.num_losses)
                 by_order = by_order or is_own or (is_larger and was_lost)
             if now < until and not by_order:

@@ -169,7 +169,7 @@ class SimOperator(Process):
         lost = self._lost
         answer: ForgetAnswer = yield self._call("forget", 2.0, policy=policy, force=force)
         if lost == self._lost:
-            for version in answer.retired:
+            for version in answer.retired_versions:
                 self.world.checks.orders.retired(version)
 
     def _some_replica(self) -> str:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft_rl.contract.errors import NotFoundError, WeftError
-from weft_rl.contract.replica_report import ReplicaReport
+from weft_rl.contract.replica_report import HeldVersion, ReplicaReport
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import HeldVersion
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
@@ -47,28 +46,28 @@ class SimRegistration:
                     replica_id=replica.name,
                     incarnation=replica.incarnation,
                     report=ReplicaReport(
-                        vector=replica.vector,
-                        retained=replica.memory[0],
+                        version_vector=replica.vector,
+                        retained_base_versions=replica.memory[0],
                         dirty_reason=replica.dirty_reason,
-                        pins_obeyed=frozenset(replica.pins),
+                        pinned_base_versions=frozenset(replica.pins),
                         drain=note,
                         refusing=replica.refusing,
                         order_number=replica.order[1],
-                        asleep=replica.asleep or replica.sleep.to_sleep,
+                        sleep=replica.asleep or replica.sleep.to_sleep,
                         work=replica.work(),
                     ),
                     staged=replica.memory[1],
                     held=sorted(held if complete else held - self._told, key=str),
-                    held_complete=complete,
+                    held_versions_complete=complete,
                 )
-                self._told, self._held_wanted = held, answer.held_wanted
+                self._told, self._held_wanted = held, answer.held_versions_wanted
                 replica.ready = answer.ready
-                replica.generation = max(replica.generation, answer.generation)
+                replica.generation = max(replica.generation, answer.coordinator_generation)
                 self._out_of_service = answer.out_of_service
                 replica.last_epoch = max(replica.last_epoch, answer.epoch)
                 self._pool_id = answer.pool_id
                 replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
-                replica.pins_told = answer.pinned_bases
+                replica.pins_told = answer.pinned_base_versions
                 replica.drain.hear(answer, is_noted=note is not None)
                 yield interval
             except NotFoundError:
@@ -96,24 +95,24 @@ class SimRegistration:
             address=replica.name,
             capabilities=capabilities,
             report=ReplicaReport(
-                vector=replica.vector,
-                retained=replica.memory[0],
+                version_vector=replica.vector,
+                retained_base_versions=replica.memory[0],
                 dirty_reason=replica.dirty_reason,
                 drain=replica.drain.note(),
                 refusing=replica.refusing,
-                asleep=replica.asleep,
+                sleep=replica.asleep,
                 work=replica.work(),
             ),
             held=sorted(held, key=str),
-            last_generation=replica.generation,
+            last_coordinator_generation=replica.generation,
             last_epoch=replica.last_epoch,
             last_coordinator_id=self._coordinator_id,
             out_of_service=self._out_of_service,
             pool_id=self._pool_id,
         )
         self._told = held
-        replica.world.checks.losses.registered(replica, answer.generation)
-        replica.generation = max(replica.generation, answer.generation)
+        replica.world.checks.losses.registered(replica, answer.coordinator_generation)
+        replica.generation = max(replica.generation, answer.coordinator_generation)
         self._coordinator_id, self._pool_id = answer.coordinator_id, answer.pool_id
         self._out_of_service = answer.out_of_service
         replica.last_epoch = max(replica.last_epoch, answer.epoch)
@@ -121,7 +120,7 @@ class SimRegistration:
         if answer.reference_wanted:
             fingerprint, digest = capabilities.base_fingerprint, capabilities.reference_digest
             yield self._call("put_reference", fingerprint=fingerprint, digest=digest)
-        return float(answer.heartbeat_seconds)
+        return float(answer.heartbeat_interval_seconds)
 
     def _call(self, method: str, **args: Any) -> Future:
         network = self._replica.world.network

@@ -31,10 +31,10 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaWork, Sleep
+from weft_rl.contract.replica_report import HeldVersion, ReplicaWork, Sleep
 from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.transfer import Group, switch_id
-from weft_rl.coordinator.decisions.state.values import ContentDigest, HeldVersion, RecordedFacts
+from weft_rl.coordinator.decisions.state.values import ContentDigest, RecordedFacts
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -196,7 +196,7 @@ class SimReplica(Process):
                 if order.incarnation != self.incarnation:
                     future.set(error=StaleEpochError("another process of it is meant"))
                     return future, None
-                self.obey(args["generation"], order.number, order.reason)
+                self.obey(args["generation"], order.order_number, order.refuse_reason)
                 future.set((self.refusing, self.order[1]))
             case effects.CallSleep() | effects.CallWake():
                 if order.incarnation != self.incarnation:
@@ -263,8 +263,8 @@ class SimReplica(Process):
 
     def _drop(self, order: effects.CallRetire) -> Generator[Any, Any, VersionVector]:
         yield from self.ask_engine("retire")
-        self._drop_mistaken(order.mistaken)
-        self._retire(order.versions, order.ended)
+        self._drop_mistaken(order.mistaken_versions)
+        self._retire(order.versions, order.ended_policies)
         return self.vector
 
     def _retire(self, versions: tuple[PolicyVersion, ...], ended: tuple[str, ...]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.values import HeldVersion, HeldVersionRecord, VersionState
+from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, VersionState
 from weft_rl.coordinator.decisions.step import already_committed
 
 if TYPE_CHECKING:

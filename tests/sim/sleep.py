@@ -61,7 +61,7 @@ class SimSleep:
         if order.aborts:
             self._requests_until = now
         self.refuses = True
-        self._wanted = _Wanted(order, now + order.seconds)
+        self._wanted = _Wanted(order, now + order.timeout_seconds)
         if self._work is None or self._work.done:
             self._work = replica.spawn(self._fall_asleep())
         yield self._work

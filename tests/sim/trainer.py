@@ -102,7 +102,7 @@ class SimTrainer(Process):
                 yield self._call("wake_rollouts", 5.0, **lease)
                 return
             gpus = frozenset(random.sample(names, random.randint(1, len(names))))
-            more = {"gpu_uuids": gpus, "aborts": False, "seconds": 2.0,
+            more = {"gpu_uuids": gpus, "aborts": False, "timeout_seconds": 2.0,
                     "level": random.choice([1, 2])}  # fmt: skip
             yield self._call("sleep_rollouts", random.choice([0.3, 5.0]), **lease, **more)
         except LeaseFencedError:
@@ -269,7 +269,7 @@ class SimTrainer(Process):
                 policy=policy,
                 kind=kind,
                 last_version=last_version,
-                last_token=last_token,
+                last_fencing_token=last_token,
                 pool_id=self._pool_id,
             )
             self._pool_id = answer.pool_id

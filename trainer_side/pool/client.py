@@ -45,10 +45,10 @@ from weft_rl.contract.names import BASE_POLICY
 from weft_rl.interrupts import on_own_thread
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
+    POLICY_VERSION,
+    TICKET,
     duration_to_proto,
     send_plan_to_proto,
-    ticket_from_proto,
-    version_from_proto,
 )
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
@@ -369,7 +369,7 @@ class PoolClient:
 
     def _progress(self, begun: pb.BeginTransferResponse, push: RankPush) -> Progress | None:
         """Return the push's progress function; None if nobody wants to know."""
-        return self.reporter.sends(str(version_from_proto(begun.version)), push.num_bytes)
+        return self.reporter.sends(str(POLICY_VERSION.decode(begun.version)), push.num_bytes)
 
     def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> PushSender:
         if self._sender is not None:
@@ -413,7 +413,7 @@ class PoolClient:
         return self._ticket(answer.group)
 
     def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
-        return ticket_from_proto(group, coordinator=self.coordinator.target, host=self._host)
+        return TICKET.decode(group, coordinator=self.coordinator.target, host=self._host)
 
     def _outcome(
         self, begun: pb.BeginTransferResponse, deadline: float, sender: PushSender | None

@@ -15,7 +15,7 @@ from trainer_side.pool.client import PushSender
 from trainer_side.pool.coordinator_client import data_address
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
-from weft_rl.rpc.codec import ticket_from_proto
+from weft_rl.rpc.codec import TICKET
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.group import same_stream
 from weft_rl.v1 import publish_pb2 as pb
@@ -78,7 +78,7 @@ class SideGroupRank:
             return
         self.close()
         host = data_address(self._data_host, self._coordinator)
-        ticket = ticket_from_proto(begun.group, coordinator=self._coordinator, host=host)
+        ticket = TICKET.decode(begun.group, coordinator=self._coordinator, host=host)
         token = [begun.group.token, *begun.group.further_tokens][number]
         ticket = replace(ticket, rank=number, token=token)
         device = self._selection.device_of(ticket.backend)

@@ -18,7 +18,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_aio_channel
-from weft_rl.rpc.codec import vector_from_proto, version_from_proto
+from weft_rl.rpc.codec import POLICY_VERSION, vector_from_proto
 from weft_rl.rpc.pool_listing import RouteList
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
@@ -139,7 +139,9 @@ def _reasons(pool: pb.GetPoolResponse) -> str:
 
 def _over_another_base(message: pb.OverAnotherBase) -> OverAnotherBase:
     return OverAnotherBase(
-        version_from_proto(message.version), message.trained_on_base_version, message.base_version
+        POLICY_VERSION.decode(message.version),
+        message.trained_on_base_version,
+        message.base_version,
     )
 
 

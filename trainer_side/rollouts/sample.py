@@ -10,7 +10,7 @@ import torch
 
 from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.contract.names import PolicyVersion, plural, provenance
-from weft_rl.rpc.codec import version_from_proto
+from weft_rl.rpc.codec import POLICY_VERSION
 from weft_rl.v1 import generate_pb2 as pb
 
 _REASONS: Final = {
@@ -119,7 +119,7 @@ class PartialSample:
     def sample(self, error: WeftError | None = None) -> Sample:
         """Return the sample, as far as it has come."""
         last = self.last or pb.SampleChunk(finish_reason=pb.FINISH_REASON_ABORT)
-        adapter = version_from_proto(last.adapter) if last.HasField("adapter") else None
+        adapter = POLICY_VERSION.decode(last.adapter) if last.HasField("adapter") else None
         count = len(self.token_ids)
         base_versions = torch.full((count,), -1, dtype=torch.int64)
         older_cache = torch.zeros(count, dtype=torch.bool)

@@ -32,7 +32,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_aio_channel
-from weft_rl.rpc.codec import version_from_proto
+from weft_rl.rpc.codec import POLICY_VERSION
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import generate_pb2 as pb
@@ -296,7 +296,9 @@ class Sampler:
                 f"{'after' if admission.logprobs_truncated else 'before'} top-k, top-p and min-p, "
                 f"and RolloutClient(logprobs_truncated={truncated}) wants the other"
             )
-        adapter = version_from_proto(admission.adapter) if admission.HasField("adapter") else None
+        adapter = (
+            POLICY_VERSION.decode(admission.adapter) if admission.HasField("adapter") else None
+        )
         number = adapter.version if adapter else admission.base_version
         if wanted.at_least is not None and number < wanted.at_least:
             raise PeerUnavailableError(

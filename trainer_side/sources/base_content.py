@@ -95,7 +95,7 @@ class PushedContent:
         metas = [slot.meta for slot in self.manifest.tensors]
         if any(
             meta.name not in found
-            or found[meta.name].shape != meta.shape
+            or found[meta.name].dims != meta.shape
             or found[meta.name].dtype != meta.dtype.safetensors_name
             for meta in metas
         ):

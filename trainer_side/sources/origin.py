@@ -317,7 +317,7 @@ def _differing(base: AdapterBase, known: _KnownBase, stored: Iterable[StoredTens
         return "what it holds now"
     for name, tensor in own.items():
         other = by_name.get(name)
-        is_alike = other is not None and (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+        is_alike = other is not None and (other.dtype, other.dims) == (tensor.dtype, tensor.dims)
         if other is not None and is_alike and other.digest != tensor.digest:
             return repr(name)
     return ""

@@ -163,5 +163,5 @@ class DigestCache:
 
     def put(self, identity: FileState, tensors: tuple[StoredTensor, ...]) -> None:
         """Remember the tensors that a file holds."""
-        found = [(t.name, t.dtype, t.shape, f"{t.digest:016x}") for t in tensors]
+        found = [(t.name, t.dtype, t.dims, f"{t.digest:016x}") for t in tensors]
         self._folder.put(os.fsencode(identity.path), identity.fields(), found, format=_FORMAT)

@@ -149,7 +149,7 @@ def digest_in_layout(manifest: Manifest, stored: Iterable[StoredTensor]) -> byte
     digests = []
     for slot in manifest.tensors:
         found = by_name.get(slot.meta.name)
-        if found is None or found.shape != slot.meta.shape:
+        if found is None or found.dims != slot.meta.shape:
             return None
         if DataType.of_safetensors(found.dtype) is not slot.meta.dtype:
             return None

@@ -24,9 +24,9 @@ from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, chec
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS, SWITCH_SECONDS
 from weft_rl.progress import shown
 from weft_rl.rpc.codec import (
+    POLICY_VERSION,
     duration_from_proto,
     duration_to_proto,
-    version_to_proto,
     when_running_to_proto,
 )
 from weft_rl.v1 import admin_pb2 as pb
@@ -115,7 +115,7 @@ def pin(
     """
     version = parse_version(name, number)
     word = "may be retired" if off else "is kept until it is unpinned"
-    request = pb.PinRequest(version=version_to_proto(version), pinned=not off)
+    request = pb.PinRequest(version=POLICY_VERSION.encode(version), pinned=not off)
     yield f"[bold green]{version}[/] {word}", *_sent(channel, request)
 
 
@@ -128,7 +128,7 @@ def retire(
     Not the one that the bare name stands for.
     """
     version = parse_version(name, number)
-    request = pb.RetireRequest(version=version_to_proto(version))
+    request = pb.RetireRequest(version=POLICY_VERSION.encode(version))
     yield f"[bold green]{version}[/] can no longer be requested", *_sent(channel, request)
 
 

@@ -7,11 +7,14 @@ measured against vLLM 0.26 and 0.32 and PEFT 0.21; each has a test.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from weft_rl.contract.errors import InvalidAdapterError
@@ -58,6 +61,30 @@ _TAKEN = frozenset(
 _LARGEST = 3.4028234663852886e38
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """An adapter apart from its tensors.
+
+    Raises:
+        InvalidAdapterError: Its config is too long.
+    """
+
+    config_json: str
+    base_fingerprint: str = ""
+    trained_on_base_version: int | None = None
+    """Version of the base that it was trained on; None if nobody knows."""
+
+    def __post_init__(self) -> None:
+        """Check the length of the config."""
+        if len(self.config_json.encode()) > MAX_CONFIG_BYTES:
+            raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
+
+    @cached_property
+    def config_digest(self) -> bytes:
+        """SHA-256 of the config."""
+        return hashlib.sha256(self.config_json.encode()).digest()
 
 
 def parse_config(config_json: str) -> dict[str, Any]:

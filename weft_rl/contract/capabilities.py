@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType
 
 #: Side-group backends: between hosts' memories, between accelerators', and within one host.
@@ -20,7 +21,11 @@ RunningRequests = Literal["recompute", "keep", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Features and room of a replica's engine; sizes in bytes."""
+    """Features and room of a replica's engine; sizes in bytes.
+
+    Raises:
+        InvalidRequestError: There are no receivers.
+    """
 
     engine_version: str
     """vLLM's version."""
@@ -77,8 +82,18 @@ class Capabilities:
     """Meaning of its log-probabilities, as vLLM names it; empty where it is not told."""
     logprobs_truncated: bool = field(default=False, compare=False)
     """True if they are of the distribution that is left after top-k, top-p and min-p."""
-    running_requests: str = field(default="recompute", compare=False)
+    running_requests: str = field(
+        default="recompute", compare=False, metadata={"unset": "recompute"}
+    )
     """A ``RunningRequests``."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a receiver."""
+        if not self.num_receivers:
+            raise InvalidRequestError(
+                "num_receivers is 0; a replica adds at least 1 member",
+                metadata={"field": "Capabilities.num_receivers"},
+            )

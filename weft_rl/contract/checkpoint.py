@@ -32,7 +32,7 @@ class StoredTensor:
     name: str
     dtype: str
     """The element type as safetensors names it (``BF16``)."""
-    shape: tuple[int, ...]
+    dims: tuple[int, ...]
     digest: int
     """Result of ``weft_rl.transport.digests.wsum64.tensor_digest`` for its bytes."""
 
@@ -73,7 +73,7 @@ def checkpoint_digest(tensors: Iterable[StoredTensor]) -> bytes:
     Source: protos/weft/v1/registry.proto, Checkpoint.digest.
     """
     lines = sorted(
-        f"{tensor.name} {tensor.dtype} {shape_text(tensor.shape)} {tensor.digest:016x}\n"
+        f"{tensor.name} {tensor.dtype} {shape_text(tensor.dims)} {tensor.digest:016x}\n"
         for tensor in tensors
     )
     return hashlib.sha256("".join(lines).encode()).digest()

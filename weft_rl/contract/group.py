@@ -37,4 +37,4 @@ class GroupTicket:
     receivers it is that of the first."""
     size: int
     backend: str
-    num_senders: int = 1
+    num_senders: int = field(default=1, metadata={"unset": 1})

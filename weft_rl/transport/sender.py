@@ -31,7 +31,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan
 from weft_rl.interrupts import ThreadWaker
-from weft_rl.rpc.codec import content_to_proto, ticket_from_proto
+from weft_rl.rpc.codec import TICKET, content_to_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
@@ -405,7 +405,7 @@ class SendingRank:
             elif kind == "reform":
                 reform = response.reform
                 _log.warning("resuming in epoch %d: %s", reform.group.epoch, reform.message)
-                self.successor = ticket_from_proto(
+                self.successor = TICKET.decode(
                     reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
                 )
                 self._membership.abort(WeftError("resuming in another group"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_side.engine import AliasRefusals, UnservedPolicy
+from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.loading import lora_hook
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -23,6 +23,7 @@ from weft_rl.contract.errors import (
     UnsupportedError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.replica_report import AbsentPolicy
 
 #: Range of our adapters' integer ids, far from those that vLLM counts up from 1.
 FIRST_LORA_ID = 2**20
@@ -86,7 +87,7 @@ class ServedModels:
         self._aliases: dict[str, PolicyVersion] = {}
         self._refused = AliasRefusals()
         #: Policies that the pool does not serve any more, by name.
-        self.absent: Mapping[str, UnservedPolicy] = {}
+        self.absent: Mapping[str, AbsentPolicy] = {}
         #: Version that ``base`` stands for; see ``set_base``.
         self.base = PolicyVersion(BASE_POLICY, 0)
         #: Names that vLLM's server has by its own arguments, sorted: of the base model, and

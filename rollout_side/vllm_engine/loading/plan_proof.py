@@ -203,7 +203,7 @@ def _served_as_stored(
         tensor = found.get(meta.name)
         if tensor is None:
             return [], f"the files have no {meta.name!r}"
-        if DataType.of_safetensors(tensor.dtype) is not meta.dtype or tensor.shape != meta.shape:
+        if DataType.of_safetensors(tensor.dtype) is not meta.dtype or tensor.dims != meta.shape:
             return [], f"{meta.name!r} is {tensor.dtype} in the files, and served in another dtype"
         digests.append(tensor.digest)
     return digests, ""

@@ -143,7 +143,7 @@ async def learn_copies(
     stored = await initial_checkpoint.read_tensors()
     if not stored:
         return
-    tensors = [(t.name, t.dtype, list(t.shape), t.digest) for t in stored]
+    tensors = [(t.name, t.dtype, list(t.dims), t.digest) for t in stored]
     try:
         async with gate.exclusive():
             if is_served():

@@ -296,7 +296,7 @@ class WeftWorker:
         if reading is None:
             return {"tensors": None, "is_all": False}
         found, is_all = reading.take()
-        tensors = [(each.name, each.dtype, list(each.shape), each.digest) for each in found]
+        tensors = [(each.name, each.dtype, list(each.dims), each.digest) for each in found]
         return {"tensors": tensors, "is_all": is_all}
 
     @guarded

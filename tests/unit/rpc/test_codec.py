@@ -17,7 +17,7 @@ from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWor
 from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
 from weft_rl.rpc import codec
 from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
-from weft_rl.rpc.codec import report_from_proto, report_to_proto
+from weft_rl.rpc.codec import REPORT
 from weft_rl.rpc.manifest_codec import (
     manifest_from_chunks,
     manifest_to_chunks,
@@ -166,13 +166,13 @@ def test_capabilities() -> None:
         adapter_capacity_bytes=2**30,
         running_requests="keep",
     )
-    again = codec.capabilities_from_proto(codec.capabilities_to_proto(value))
+    again = codec.CAPABILITIES.decode(codec.CAPABILITIES.encode(value))
     assert again.running_requests == "keep"
     old = registry_pb2.Capabilities(num_receivers=1, base_dtype=1, adapter_dtype=1)
-    assert codec.capabilities_from_proto(old).running_requests == "recompute"
-    assert codec.capabilities_from_proto(codec.capabilities_to_proto(value)) == value
+    assert codec.CAPABILITIES.decode(old).running_requests == "recompute"
+    assert codec.CAPABILITIES.decode(codec.CAPABILITIES.encode(value)) == value
     with pytest.raises(InvalidRequestError):
-        codec.capabilities_from_proto(registry_pb2.Capabilities(num_receivers=1))
+        codec.CAPABILITIES.decode(registry_pb2.Capabilities(num_receivers=1))
 
 
 def test_versions() -> None:
@@ -181,7 +181,7 @@ def test_versions() -> None:
     assert [entry.policy for entry in message.adapters] == ["a", "b"]
     assert codec.vector_from_proto(message) == vector
     version = PolicyVersion("math", 17)
-    assert codec.version_from_proto(codec.version_to_proto(version)) == version
+    assert codec.POLICY_VERSION.decode(codec.POLICY_VERSION.encode(version)) == version
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.25, 1.5, 86_400.0])
@@ -198,31 +198,31 @@ def test_timestamps() -> None:
     assert (message.seconds, message.nanos) == (1_700_000_000, 500_000_000)
 
 
-REPORT = ReplicaReport(
-    vector=VersionVector(3, {"math": AdapterVersions((1, 2), 2)}),
-    retained=(3, 2),
-    spilled=frozenset({PolicyVersion("math", 1), PolicyVersion("base", 2)}),
+TOLD = ReplicaReport(
+    version_vector=VersionVector(3, {"math": AdapterVersions((1, 2), 2)}),
+    retained_base_versions=(3, 2),
+    spilled_versions=frozenset({PolicyVersion("math", 1), PolicyVersion("base", 2)}),
     dirty_reason="a layer failed",
     base_as_started=True,
     refusing="it starts",
     order_number=7,
-    asleep=Sleep("trainer-a", weights_awake=True, level=2),
+    sleep=Sleep("trainer-a", weights_awake=True, level=2),
     drain=DrainNote(1.5, "a new kernel"),
     adapter_used_bytes=1 << 40,
-    pins_obeyed=frozenset({2, 3}),
-    pinned_bytes=1 << 41,
+    pinned_base_versions=frozenset({2, 3}),
+    pinned_base_bytes=1 << 41,
     draft_version=3,
     work=ReplicaWork("loading base@4", 0.25),
 )
 
 
 def test_every_fact_comes_back() -> None:
-    said = report_to_proto(REPORT)
-    assert report_from_proto(Message.FromString(said.SerializeToString())) == REPORT
+    said = REPORT.encode(TOLD)
+    assert REPORT.decode(Message.FromString(said.SerializeToString())) == TOLD
     for field in dataclasses.fields(ReplicaReport):
-        assert getattr(REPORT, field.name) != getattr(ReplicaReport(), field.name), field.name
+        assert getattr(TOLD, field.name) != getattr(ReplicaReport(), field.name), field.name
     assert {field.name for field, _ in said.ListFields()} == set(Message.DESCRIPTOR.fields_by_name)
 
 
 def test_one_that_says_nothing_is_an_open_replica_of_base_0() -> None:
-    assert report_from_proto(Message()) == ReplicaReport()
+    assert REPORT.decode(Message()) == ReplicaReport()

@@ -45,7 +45,7 @@ from weft_rl.contract.names import (
 )
 from weft_rl.contract.tensors import DataType
 from weft_rl.progress import ShownProgress, shown
-from weft_rl.rpc.codec import tensors_from_proto, vector_from_proto, version_to_proto
+from weft_rl.rpc.codec import POLICY_VERSION, TENSOR, vector_from_proto
 from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import generate_pb2, types_pb2
@@ -164,13 +164,13 @@ class _Pool:
             row.error = f"serves {serves or f'no {version.policy}'}"
             return row, [], ""
         request = pb.DigestTensorsRequest(
-            replica_id=replica.replica_id, version=version_to_proto(version)
+            replica_id=replica.replica_id, version=POLICY_VERSION.encode(version)
         )
         tensors: list[StoredTensor] = []
         config_json = ""
         try:
             for response in self._stub.DigestTensors(request, timeout=_DIGEST_SECONDS):
-                tensors += tensors_from_proto(response.chunk.tensors)
+                tensors += map(TENSOR.decode, response.chunk.tensors)
                 config_json = config_json or response.chunk.adapter.config_json
         except grpc.RpcError as failed:
             error = error_from_rpc(failed)

@@ -217,7 +217,7 @@ def compare(
 
 def _compare_one(served: StoredTensor, local: StoredTensor, cast: Cast) -> ComparedTensor:
     name = served.name
-    if (served.dtype, served.shape) == (local.dtype, local.shape):
+    if (served.dtype, served.dims) == (local.dtype, local.dims):
         if served.digest == local.digest:
             return ComparedTensor(name, Verdict.EQUAL)
         values = f"{_text(served)} of other values: {served.digest:016x}, here {local.digest:016x}"
@@ -225,7 +225,7 @@ def _compare_one(served: StoredTensor, local: StoredTensor, cast: Cast) -> Compa
     both = f"served {_text(served)}, here {_text(local)}"
     wanted, given = (DataType.of_safetensors(t.dtype) for t in (served, local))
     is_cast = wanted is not None and given is not None and wanted.is_float and given.is_float
-    if served.shape != local.shape or not is_cast:
+    if served.dims != local.dims or not is_cast:
         return ComparedTensor(name, Verdict.DIFFERENT, both)
     assert wanted is not None
     if cast(name, wanted) == served.digest:
@@ -240,4 +240,4 @@ def counts(found: Iterable[ComparedTensor]) -> dict[str, int]:
 
 
 def _text(tensor: StoredTensor) -> str:
-    return f"{tensor.dtype} ({shape_text(tensor.shape)})"
+    return f"{tensor.dtype} ({shape_text(tensor.dims)})"

@@ -15,7 +15,7 @@ from weft_rl.contract.errors import (
     RequestConflictError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
-from weft_rl.contract.replica_report import ReplicaReport
+from weft_rl.contract.replica_report import AbsentPolicy, ReplicaReport
 from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.recovery import catch_up
 from weft_rl.coordinator.decisions.replicas import (
@@ -32,7 +32,6 @@ from weft_rl.coordinator.decisions.replicas.out_of_service import (
 from weft_rl.coordinator.decisions.state import events, replica_state
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
-    AbsentPolicy,
     CloseChannel,
     EmptyAnswer,
     EventKind,
@@ -74,19 +73,19 @@ def register(change: Change, event: events.Register) -> None:
         http_url=event.http_url,
         model_name=event.model_name,
         capabilities=event.capabilities,
-        vector=report.vector,
+        vector=report.version_vector,
         last_heard=change.now,
         report=report,
         dirty_reason=report.dirty_reason or (old.dirty_reason if old else ""),
         announced=old.announced if old else None,
         routed=old.routed if old else False,
         suspect=old.suspect if old else None,
-        retained=report.retained,
-        spilled=report.spilled,
+        retained=report.retained_base_versions,
+        spilled=report.spilled_versions,
         drain=out_of_service.updated_drain(old, report.drain, change.now),
         checkpoint=event.checkpoint,
         refusing=report.refusing,
-        asleep=report.asleep or (old.asleep if old else None),
+        asleep=report.sleep or (old.asleep if old else None),
         sleep_call_until=old.sleep_call_until if old else float("-inf"),
         worked_at=_worked_at(change, old, report),
     )
@@ -192,19 +191,19 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     replica = registered_replica(change.state, event.replica_id, event.incarnation)
     report = event.report
     numbering.check_report(change.state, event.replica_id, report, event.held)
-    is_new = report.vector != replica.vector
+    is_new = report.version_vector != replica.vector
     if not is_new:  # one copy: it is compared and listed more often than it changes
-        report = replace(report, vector=replica.vector)
+        report = replace(report, version_vector=replica.vector)
     replica = replace(
         replica,
         last_heard=change.now,
         report=report,
         unheard_reason="",
-        spilled=report.spilled,
+        spilled=report.spilled_versions,
         drain=out_of_service.updated_drain(replica, report.drain, change.now),
         # One that was on its way while it fell asleep says that it is awake: that it woke, only
         # its answer tells.
-        asleep=report.asleep or replica.asleep,
+        asleep=report.sleep or replica.asleep,
         worked_at=_worked_at(change, replica, report),
     )
     replica = with_enforced_order(change.state, replica, report.refusing, report.order_number)
@@ -216,13 +215,13 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     if is_believed:
         replica = replace(
             replica,
-            vector=report.vector,
-            retained=report.retained,
+            vector=report.version_vector,
+            retained=report.retained_base_versions,
             dirty_reason=replica.dirty_reason if loading else report.dirty_reason,
         )
         if is_new or event.held:
             numbering.versions_heard(change, replica, event.held)
-        complete = event.held_complete
+        complete = event.held_versions_complete
         replica = replica_state.with_counted_versions(
             change.state, replica, event.held, complete=complete
         )
@@ -235,7 +234,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     answer = _heartbeat_answer(change, replica)
     undecided_versions = replica_state.undecided_versions(change.state, replica)
     wanted = undecided_versions or replica.mistaken or (event.held and not is_believed)
-    answer = replace(answer, held_wanted=bool(wanted))
+    answer = replace(answer, held_versions_wanted=bool(wanted))
     # Mixed weights count at once, even where the rest of the report is not believed yet.
     whole = loading or not report.dirty_reason
     change.reply(event.ticket, replace(answer, ready=answer.ready and whole))
@@ -249,31 +248,35 @@ def _worked_at(change: Change, replica: Replica | None, report: ReplicaReport) -
         return worked_at
     gap = change.now - replica.last_heard if replica else 0.0
     is_long = gap > 2 * change.state.settings.heartbeat_seconds
-    silence = max(0.0, report.work.silence - gap * is_long)
+    silence = max(0.0, report.work.silence_seconds - gap * is_long)
     return max(worked_at, change.now - silence)
 
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
     state, name = change.state, replica.replica_id
     ready = is_routable(state, replica)
+    # A routable replica lacks nothing: ten thousand policies are not compared again.
+    lacking = () if ready else missing_versions(state, replica)
     return HeartbeatAnswer(
         ready=ready,
         drain=replica.drain.note(change.now) if replica.drain else None,
         in_transfer=any(name in transfer.occupied for transfer in state.transfers.values()),
-        pinned_bases=state.pinned_bases,
+        pinned_base_versions=state.pinned_bases,
         refuse_reason=refuse_reason(state, name),
         order_number=state.order_number,
-        generation=state.generation,
-        # A routable replica lacks nothing: ten thousand policies are not compared again.
-        lacking=() if ready else tuple(map(PolicyVersion.parse, missing_versions(state, replica))),
+        coordinator_generation=state.generation,
+        lacking=tuple(map(PolicyVersion.parse, lacking[:_MAX_LACKING])),
+        lacking_more=len(lacking) > _MAX_LACKING,
         base_doubt="" if ready else explain_base_mismatch(state, replica),
-        absent=_absent(state),
+        absent_policies=_absent(state),
         out_of_service=state.out_of_service.get(name),
         epoch=state.epoch_counter,
         pool_id=state.pool_id,
     )
 
 
+# Versions that a replica lacks, and is told of.
+_MAX_LACKING = 4096
 #: Policies that are lost, and forgotten ones, that replicas are told of with each heartbeat.
 MAX_ABSENT = 64
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from weft_rl import __version__
-from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
-from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
+from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
-from weft_rl.coordinator.decisions.problems import problems
-from weft_rl.coordinator.decisions.state.effects import BeginAnswer, CallSleep, CallWake
+from weft_rl.coordinator.decisions.problems import Problem, problems
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import (
     Lease,
     Policy,
     PoolState,
-    TrainerProcess,
     num_retained,
 )
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
+    VersionDifference,
     explain_state,
     is_listed,
     replica_state,
@@ -31,105 +29,94 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 )
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     BoundCheckpoint,
     ContentDigest,
-    HeldVersion,
     Phase,
     PolicyKind,
     RecordedFacts,
+    ReplicaState,
     VersionRecord,
     VersionState,
 )
 from weft_rl.coordinator.messages.pages import SharedVectors, cut, entry_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
-    capabilities_to_proto,
-    dtype_to_proto,
+    CAPABILITIES,
+    POLICY_VERSION,
+    REPORT_BESIDE_VECTOR,
     duration_to_proto,
-    files_to_proto,
-    report_to_proto,
+    send_plan_from_proto,
+    send_plan_to_proto,
     timestamp_to_proto,
     vector_to_proto,
-    version_from_proto,
-    version_to_proto,
-    when_running_to_proto,
 )
-from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
+from weft_rl.schema import MessageCodec, codec, converter
+from weft_rl.v1 import admin_pb2, inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
-# Bounds of a machine's name, and of the key that tells its runs apart.
-_MAX_PROCESS_CHARS = 128
-_LATEST_TIME = float(2**32)
 # Policies that a replica names which it serves otherwise than the pool.
 _MAX_DIFFERENCES = 16
 
 
-def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
-    """Decode the description of an adapter.
-
-    Raises:
-        InvalidAdapterError: Its config is too long.
-    """
-    config = message.config_json.encode()
-    if len(config) > MAX_CONFIG_BYTES:
-        raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
-    return AdapterSpec(
-        message.config_json,
-        hashlib.sha256(config).digest(),
-        message.base_fingerprint,
-        message.trained_on_base_version if message.HasField("trained_on_base_version") else None,
+def _order_to_proto(order: OutOfService) -> registry_pb2.OutOfService:
+    return registry_pb2.OutOfService(
+        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
     )
 
 
-def adapter_to_proto(spec: AdapterSpec) -> types_pb2.AdapterSpec:
-    """Encode the description of an adapter."""
-    return types_pb2.AdapterSpec(
-        config_json=spec.config_json,
-        base_fingerprint=spec.base_fingerprint,
-        trained_on_base_version=spec.trained_on_base_version,
-    )
+def _order_from_proto(told: registry_pb2.OutOfService) -> OutOfService:
+    state = ReplicaState.QUARANTINED if told.quarantined else ReplicaState.CORDONED
+    return OutOfService(state, told.reason)
 
 
-def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
-    """Encode a content digest."""
-    return types_pb2.ContentDigest(
-        algorithm=types_pb2.DigestAlgorithm.ValueType(digest.algorithm),
-        value=digest.value,
-        size_bytes=digest.size_bytes,
-    )
+# -- values, events and answers whose fields are those of their messages -----------
 
+converter(OutOfService, registry_pb2.OutOfService, _order_to_proto, _order_from_proto)
+converter(SendPlan, types_pb2.SendPlan, send_plan_to_proto, send_plan_from_proto)
+CONTENT: Final = codec(ContentDigest, types_pb2.ContentDigest)
+FACTS: Final = codec(RecordedFacts, types_pb2.VersionFacts)
+_BOUND: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
+DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
+_PROBLEM: Final = codec(Problem, inspect_pb2.Problem, told=["subject"])
 
-def digest_from_proto(message: types_pb2.ContentDigest) -> ContentDigest:
-    """Decode a content digest."""
-    return ContentDigest(int(message.algorithm), message.value, message.size_bytes)
-
-
-def held_to_proto(held: HeldVersion) -> types_pb2.HeldVersion:
-    """Encode a version that a replica holds."""
-    return types_pb2.HeldVersion(
-        version=version_to_proto(held.version),
-        content_digest=held.digest,
-        spilled=held.spilled,
-    )
-
-
-def held_from_proto(message: types_pb2.HeldVersion) -> HeldVersion:
-    """Decode a version that a replica holds."""
-    version = version_from_proto(message.version)
-    return HeldVersion(version, message.content_digest, message.spilled)
-
-
-def facts_from_proto(message: types_pb2.VersionFacts) -> RecordedFacts:
-    """Decode the facts that are recorded of a version.
-
-    Raises:
-        InvalidAdapterError: The adapter's config is too long.
-    """
-    return RecordedFacts(
-        digest_from_proto(message.content_digest),
-        message.layout_digest,
-        adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
-    )
+ACQUIRE: Final = codec(
+    events.AcquirePolicy, publish_pb2.AcquirePolicyRequest, given=["ticket", "identity"]
+)
+RENEW: Final = codec(events.RenewLease, publish_pb2.RenewLeaseRequest, given=["ticket"])
+RELEASE: Final = codec(events.ReleasePolicy, publish_pb2.ReleasePolicyRequest, given=["ticket"])
+BEGIN: Final = codec(
+    events.BeginTransfer,
+    publish_pb2.BeginTransferRequest,
+    given=["ticket", "layout", "min_replicas", "deadline", "answer_by", "ids", "recorded"],
+    told=["require", "timeout", "protocol_revision"],
+)
+BEGIN_ANSWER: Final = codec(
+    effects.BeginAnswer, publish_pb2.BeginTransferResponse, given=["group"], told=["group"]
+)
+ABORT: Final = codec(events.AbortTransfer, publish_pb2.AbortTransferRequest, given=["ticket"])
+SLEEP_ROLLOUTS: Final = codec(
+    events.SleepRollouts,
+    publish_pb2.SleepRolloutsRequest,
+    given=["ticket", "aborts", "answer_by"],
+    told=["when_running"],
+)
+REGISTER: Final = codec(
+    events.Register,
+    registry_pb2.RegisterRequest,
+    given=["ticket", "held", "checkpoint"],
+    told=["protocol_revision", "held_versions", "checkpoint"],
+)
+REGISTER_ANSWER: Final = codec(effects.RegisterAnswer, registry_pb2.RegisterResponse)
+HEARTBEAT: Final = codec(
+    events.Heartbeat,
+    registry_pb2.HeartbeatRequest,
+    given=["ticket", "staged", "held"],
+    told=["staged_transfer_ids", "held_versions"],
+)
+HEARTBEAT_ANSWER: Final = codec(effects.HeartbeatAnswer, registry_pb2.HeartbeatResponse)
+ROLLBACK_ANSWER: Final = codec(effects.RollbackAnswer, admin_pb2.RollbackResponse)
+UNCORDON_ANSWER: Final = codec(effects.UncordonAnswer, admin_pb2.UncordonResponse)
+FORGET_ANSWER: Final = codec(effects.ForgetAnswer, admin_pb2.ForgetPolicyResponse)
+REBIND_ANSWER: Final = codec(effects.RebindAnswer, admin_pb2.RebindBaseResponse)
 
 
 def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
@@ -147,15 +134,10 @@ def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
     )
 
 
-def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
+def begin_to_proto(answer: effects.BeginAnswer) -> publish_pb2.BeginTransferResponse:
     """Encode the answer to BeginTransfer; without a group if the transfer has ended."""
-    return publish_pb2.BeginTransferResponse(
-        transfer_id=answer.transfer_id,
-        version=version_to_proto(answer.version),
-        group=group_to_proto(answer.group, answer.group.senders) if answer.group else None,
-        nonce=answer.nonce,
-        replica_ids=answer.replica_ids,
-    )
+    group = answer.group and group_to_proto(answer.group, answer.group.senders)
+    return BEGIN_ANSWER.encode(answer, group=group)
 
 
 def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:
@@ -166,23 +148,6 @@ def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb
         fencing_token=lease.fencing_token,
         time_to_live=duration_to_proto(time_to_live),
     )
-
-
-def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
-    """Decode the process that asks for a lease.
-
-    Raises:
-        InvalidRequestError: A text is too long, or the start time is out of range.
-    """
-    seconds = message.start_time.seconds + message.start_time.nanos / 1e9
-    if max(len(message.host), len(message.host_key)) > _MAX_PROCESS_CHARS or not (
-        0 <= seconds < _LATEST_TIME
-    ):
-        raise InvalidRequestError(
-            "a trainer's process has a host and a host_key of at most "
-            f"{_MAX_PROCESS_CHARS} characters, and a start_time between 1970 and 2106"
-        )
-    return TrainerProcess(message.host, message.host_key, message.pid, seconds)
 
 
 def transfer_to_proto(
@@ -198,7 +163,7 @@ def transfer_to_proto(
     end = transfer.end_at or now
     message = publish_pb2.Transfer(
         transfer_id=transfer.transfer_id,
-        version=version_to_proto(transfer.policy_version),
+        version=POLICY_VERSION.encode(transfer.policy_version),
         trainer_id=transfer.trainer_id,
         state=publish_pb2.TransferState.ValueType(int(phase)),
         total_bytes=transfer.layout.total_bytes,
@@ -245,7 +210,7 @@ def transfer_to_proto(
     if committed:
         message.committing.CopyFrom(duration_to_proto(end - committed))
     if transfer.content_digest:
-        message.content_digest.CopyFrom(digest_to_proto(transfer.content_digest))
+        message.content_digest.CopyFrom(CONTENT.encode(transfer.content_digest))
         message.content_digest_hex = transfer.content_digest.value.hex()
     if transfer.failure:
         message.failure_reason = transfer.failure.reason
@@ -261,7 +226,7 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
     committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
     message = publish_pb2.Transfer(
         transfer_id=record.transfer_id,
-        version=version_to_proto(record.version),
+        version=POLICY_VERSION.encode(record.version),
         trainer_id=record.trainer_id,
         state=(
             publish_pb2.TRANSFER_STATE_COMMITTED
@@ -279,7 +244,7 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
         ),
     )
     if record.content_digest:
-        message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest.CopyFrom(CONTENT.encode(record.content_digest))
         message.content_digest_hex = record.content_digest.value.hex()
         message.total_bytes = record.content_digest.size_bytes
     if record.failure:
@@ -291,7 +256,7 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
 def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_pb2.Version:
     """Encode a version as recorded, with the base that it is served over now."""
     message = inspect_pb2.Version(
-        version=version_to_proto(record.version),
+        version=POLICY_VERSION.encode(record.version),
         state=inspect_pb2.VersionState.ValueType(int(record.state)),
         trainer_id=record.trainer_id,
         transfer_id=record.transfer_id,
@@ -304,7 +269,7 @@ def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_
         message.served_over_base_version = state.vector.base
         message.over_another_base = state.is_over_another_base(record.version)
     if record.content_digest:
-        message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest.CopyFrom(CONTENT.encode(record.content_digest))
         message.content_digest_hex = record.content_digest.value.hex()
     if record.failure:
         message.failure_reason = record.failure.reason
@@ -335,7 +300,7 @@ def replica_to_proto(
         state_reason=why,
         address=replica.address,
         http_url=replica.http_url,
-        capabilities=capabilities_to_proto(replica.capabilities),
+        capabilities=CAPABILITIES.encode(replica.capabilities),
         version_vector=None if vectors else vector_to_proto(replica.vector, most),
         version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
@@ -343,17 +308,8 @@ def replica_to_proto(
         checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),
         checkpoint_digest=replica.checkpoint.digest,
         checkpoint_reason=replica.checkpoint.reason,
-        report=report_to_proto(replica.believed_report(now), has_vector=False),
-        differences=[
-            inspect_pb2.VersionDifference(
-                policy=one.policy,
-                version=one.version,
-                pool_version=one.pool_version,
-                num_behind=one.num_behind,
-                num_behind_is_minimum=one.is_minimum,
-            )
-            for one in differences[:_MAX_DIFFERENCES]
-        ],
+        report=REPORT_BESIDE_VECTOR.encode(replica.believed_report(now)),
+        differences=map(DIFFERENCE.encode, differences[:_MAX_DIFFERENCES]),
         num_more_differences=max(0, len(differences) - _MAX_DIFFERENCES),
     )
 
@@ -389,17 +345,6 @@ def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.
     )
 
 
-def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
-    """Encode the checkpoint that base@0 is."""
-    return inspect_pb2.BoundCheckpoint(
-        digest=bound.digest,
-        base_dtype=dtype_to_proto(bound.base_dtype),
-        quantization=bound.quantization,
-        replica_id=bound.replica_id,
-        files=files_to_proto(bound.files),
-    )
-
-
 def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2.Policy:
     """Encode a policy, with its lease if it has an owner, and with versions to publish again."""
     message = inspect_pb2.Policy(
@@ -429,22 +374,52 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
     return message
 
 
-def sleep_request(
-    call: CallSleep | CallWake, generation: int
-) -> replica_pb2.SleepRequest | replica_pb2.WakeUpRequest:
-    """Encode a call that tells a replica to sleep or to wake."""
-    if isinstance(call, CallWake):
-        return replica_pb2.WakeUpRequest(
-            coordinator_generation=generation, incarnation=call.incarnation
-        )
-    return replica_pb2.SleepRequest(
-        coordinator_generation=generation,
-        incarnation=call.incarnation,
-        trainer_id=call.trainer_id,
-        when_running=when_running_to_proto(call.aborts),
-        timeout=duration_to_proto(call.seconds),
-        level=call.level,
+# -- orders to replicas -----------------------------------------------------------
+
+_ORDER: Final = ("coordinator_generation", "pool_id")
+_TO: Final = ("replica_id", "address")
+#: Codecs of the orders, each of whose messages is told the coordinator's generation and pool.
+ORDERS: Final[Mapping[type, MessageCodec[Any, Any]]] = {
+    made.value: made
+    for made in (
+        codec(effects.CallLoad, replica_pb2.LoadTransferRequest, given=_TO, told=_ORDER),
+        codec(effects.CallCommit, replica_pb2.CommitTransferRequest, given=_TO, told=_ORDER),
+        codec(
+            effects.CallSend,
+            replica_pb2.SendVersionRequest,
+            given=[*_TO, "group"],
+            told=[*_ORDER, "group"],
+        ),
+        codec(
+            effects.CallSwitch,
+            replica_pb2.SwitchVersionRequest,
+            given=[*_TO, "transfer_id"],
+            told=[*_ORDER, "spilled"],
+        ),
+        codec(effects.CallDiscard, replica_pb2.DiscardTransferRequest, given=_TO, told=_ORDER),
+        codec(effects.CallRefuse, replica_pb2.RefuseRequestsRequest, given=_TO, told=_ORDER),
+        codec(
+            effects.CallSleep,
+            replica_pb2.SleepRequest,
+            given=[*_TO, "aborts", "call_seconds"],
+            told=[*_ORDER, "when_running"],
+        ),
+        codec(
+            effects.CallWake, replica_pb2.WakeUpRequest, given=[*_TO, "call_seconds"], told=_ORDER
+        ),
+        codec(
+            effects.CallRetire,
+            replica_pb2.RetireVersionsRequest,
+            given=[*_TO, "incarnation"],
+            told=_ORDER,
+        ),
     )
+}
+SPILLED_COPY: Final = codec(
+    effects.CallRestore,
+    replica_pb2.SpilledCopy,
+    given=[*_TO, "incarnation", "version", "timeout_seconds"],
+)
 
 
 # -- the pool as a whole ---------------------------------------------------------
@@ -487,18 +462,12 @@ def pool_to_proto(
             )
             for where, count in sorted(counts.items())
         ],
-        base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
+        base_checkpoint=_BOUND.encode(state.checkpoint) if state.checkpoint else None,
         protocol_revision=PROTOCOL_REVISION,
         time=timestamp_to_proto(unix_seconds),
         unused_files=unused_files,
         problems=[
-            inspect_pb2.Problem(
-                severity=inspect_pb2.ProblemSeverity.ValueType(int(problem.severity)),
-                subject=problem.replica_id or problem.policy,
-                message=problem.message,
-                replica_id=problem.replica_id,
-                policy=problem.policy,
-            )
+            _PROBLEM.encode(problem, subject=problem.replica_id or problem.policy)
             for problem in found.shown
         ],
         num_more_problems=found.num_more,
@@ -543,7 +512,7 @@ def route_messages(
     parts[0].whole = changed is None
     parts[-1].over_another_base.extend(
         inspect_pb2.OverAnotherBase(
-            version=version_to_proto(version),
+            version=POLICY_VERSION.encode(version),
             trained_on_base_version=state.policies[version.policy].trained_on[version.version],
             base_version=state.vector.base,
         )

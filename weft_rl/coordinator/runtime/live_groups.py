@@ -28,7 +28,7 @@ from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Tran
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, VersionLayout
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
-from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, version_to_proto
+from weft_rl.rpc.codec import POLICY_VERSION, duration_to_proto, send_plan_to_proto
 from weft_rl.tracing import untraced
 from weft_rl.v1 import rendezvous_pb2, types_pb2
 
@@ -384,7 +384,7 @@ class LiveGroups:
         live.plan = transfer.send_plan
         prepare = rendezvous_pb2.Prepare(
             transfer_id=transfer.transfer_id,
-            version=version_to_proto(transfer.policy_version),
+            version=POLICY_VERSION.encode(transfer.policy_version),
             layout_digest=transfer.layout.digest,
             nonce=transfer.ids.nonce,
             kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),

@@ -19,22 +19,15 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Failure, RecordedFacts
-from weft_rl.coordinator.messages.wire import (
-    adapter_to_proto,
-    digest_to_proto,
-    facts_from_proto,
-    group_to_proto,
-    held_to_proto,
-    sleep_request,
-)
+from weft_rl.coordinator.messages.wire import FACTS, ORDERS, SPILLED_COPY, group_to_proto
 from weft_rl.rpc.bounds import MAX_TEXT_CHARS
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (
+    POLICY_VERSION,
+    SLEEP,
     duration_from_proto,
-    duration_to_proto,
-    sleep_from_proto,
     vector_from_proto,
-    version_to_proto,
+    when_running_to_proto,
 )
 from weft_rl.rpc.inbound import CheckedChannel
 from weft_rl.rpc.manifest_codec import ManifestDecoder
@@ -142,7 +135,7 @@ class ReplicaReader:
             WeftError: It does not answer, or holds no copy.
         """
         decoder = ManifestDecoder()
-        request = replica_pb2.DescribeVersionRequest(version=version_to_proto(version))
+        request = replica_pb2.DescribeVersionRequest(version=POLICY_VERSION.encode(version))
         try:
             call = self.stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
             async for response in call:
@@ -158,12 +151,12 @@ class ReplicaReader:
             WeftError: It does not answer, or does not hold it.
         """
         request = replica_pb2.DescribeVersionRequest(
-            version=version_to_proto(version), facts_of_digest=digest
+            version=POLICY_VERSION.encode(version), facts_of_digest=digest
         )
         try:
             call = self.stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
             async for response in call:
-                return facts_from_proto(response.facts)
+                return FACTS.decode(response.facts)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
         raise NotFoundError(f"the replica at {address} says nothing of {version}")
@@ -176,7 +169,7 @@ class ReplicaReader:
         Raises:
             WeftError: The replica does not answer, or refuses.
         """
-        request = replica_pb2.DigestVersionRequest(version=version_to_proto(version))
+        request = replica_pb2.DigestVersionRequest(version=POLICY_VERSION.encode(version))
         try:
             stub = self.stub(address)
             async for response in stub.DigestVersion(request, timeout=_DIGEST_SECONDS):
@@ -294,16 +287,23 @@ class ReplicaCaller:
         if not task.cancelled() and task.exception() is not None:
             _log.error("a call to a replica failed unexpectedly", exc_info=task.exception())
 
+    def _order(self, call: effects.ReplicaCall, **told: Any) -> Any:
+        """Return the message of a call."""
+        generation, pool_id = self._generation(), self._pool_id()
+        encode = ORDERS[type(call)].encode
+        return encode(call, coordinator_generation=generation, pool_id=pool_id, **told)
+
     def _metadata(self, transfer_id: str) -> Any:
         return call_metadata(self._trace_context(transfer_id))
 
     async def _join(self, call: effects.CallJoin) -> None:
+        group = call.group
         request = replica_pb2.JoinGroupRequest(
             coordinator_generation=self._generation(),
             pool_id=self._pool_id(),
-            trainer_id=call.group.trainer_id,
-            group=group_to_proto(call.group, call.group.ranks_from(call.first_rank)),
-            is_probe=call.group.is_probe,
+            trainer_id=group.trainer_id,
+            group=group_to_proto(group, group.ranks_from(call.first_rank)),
+            is_probe=group.is_probe,
         )
         failure = None
         try:
@@ -315,13 +315,7 @@ class ReplicaCaller:
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
 
     async def _load(self, call: effects.CallLoad) -> None:
-        request = replica_pb2.LoadTransferRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            transfer_id=call.transfer_id,
-            version=version_to_proto(call.version),
-            timeout=duration_to_proto(call.timeout_seconds),
-        )
+        request = self._order(call)
         failure = None
         try:
             await self._reader.stub(call.address).LoadTransfer(
@@ -334,28 +328,13 @@ class ReplicaCaller:
         self._post(events.LoadAnswered(call.transfer_id, call.replica_id, failure))
 
     async def _commit(self, call: effects.CallCommit) -> None:
-        request = replica_pb2.CommitTransferRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            transfer_id=call.transfer_id,
-            version=version_to_proto(call.version),
-            adapter=adapter_to_proto(call.adapter) if call.adapter else None,
-            content_digest=digest_to_proto(call.content_digest),
-            alias=call.alias,
-            layout_digest=call.layout_digest,
-            incarnation=call.incarnation,
-        )
+        request = self._order(call)
         await self._have_switched(
             call, self._reader.stub(call.address).CommitTransfer, request, self._commit_seconds
         )
 
     async def _switch(self, call: effects.CallSwitch) -> None:
-        request = replica_pb2.SwitchVersionRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            version=version_to_proto(call.version),
-            incarnation=call.incarnation,
-        )
+        request = self._order(call)
         await self._have_switched(
             call, self._reader.stub(call.address).SwitchVersion, request, self._commit_seconds
         )
@@ -364,14 +343,8 @@ class ReplicaCaller:
         request = replica_pb2.SwitchVersionRequest(
             coordinator_generation=self._generation(),
             pool_id=self._pool_id(),
-            version=version_to_proto(call.version),
-            spilled=replica_pb2.SpilledCopy(
-                transfer_id=call.transfer_id,
-                adapter=adapter_to_proto(call.adapter) if call.adapter else None,
-                content_digest=digest_to_proto(call.content_digest),
-                layout_digest=call.layout_digest,
-                alias=call.alias,
-            ),
+            version=POLICY_VERSION.encode(call.version),
+            spilled=SPILLED_COPY.encode(call),
             incarnation=call.incarnation,
         )
         await self._have_switched(
@@ -416,15 +389,7 @@ class ReplicaCaller:
         )
 
     async def _send(self, call: effects.CallSend) -> None:
-        request = replica_pb2.SendVersionRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            transfer_id=call.transfer_id,
-            version=version_to_proto(call.version),
-            group=group_to_proto(call.group, call.group.senders),
-            nonce=call.nonce,
-            timeout=duration_to_proto(call.timeout_seconds),
-        )
+        request = self._order(call, group=group_to_proto(call.group, call.group.senders))
         failure = None
         try:
             await self._reader.stub(call.address).SendVersion(
@@ -435,11 +400,7 @@ class ReplicaCaller:
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
 
     async def _discard(self, call: effects.CallDiscard) -> None:
-        request = replica_pb2.DiscardTransferRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            transfer_id=call.transfer_id,
-        )
+        request = self._order(call)
         try:
             response = await self._reader.stub(call.address).DiscardTransfer(
                 request, timeout=_DISCARD_SECONDS
@@ -458,13 +419,7 @@ class ReplicaCaller:
         )
 
     async def _retire(self, call: effects.CallRetire) -> None:
-        request = replica_pb2.RetireVersionsRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            versions=map(version_to_proto, call.versions),
-            mistaken_versions=map(held_to_proto, call.mistaken),
-            ended_policies=call.ended,
-        )
+        request = self._order(call)
         try:
             response = await self._reader.stub(call.address).RetireVersions(
                 request, timeout=_RETIRE_SECONDS
@@ -477,13 +432,7 @@ class ReplicaCaller:
         self._post(events.RetireAnswered(call.replica_id, call.incarnation, vector))
 
     async def _refuse(self, call: effects.CallRefuse) -> None:
-        request = replica_pb2.RefuseRequestsRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            incarnation=call.incarnation,
-            refuse_reason=call.reason,
-            order_number=call.number,
-        )
+        request = self._order(call)
         try:
             response = await self._reader.stub(call.address).RefuseRequests(
                 request, timeout=_REFUSE_SECONDS
@@ -500,14 +449,13 @@ class ReplicaCaller:
 
     async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
         stub, asleep, failure, dirty_reason = self._reader.stub(call.address), None, None, ""
-        request = sleep_request(call, self._generation())
-        request.pool_id = self._pool_id()
         try:
-            if isinstance(request, replica_pb2.SleepRequest):
-                response = await stub.Sleep(request, timeout=call.timeout_seconds)
-                asleep = sleep_from_proto(response.sleep) if response.HasField("sleep") else None
+            if isinstance(call, effects.CallSleep):
+                request = self._order(call, when_running=when_running_to_proto(call.aborts))
+                response = await stub.Sleep(request, timeout=call.call_seconds)
+                asleep = SLEEP.decode(response.sleep) if response.HasField("sleep") else None
             else:
-                woken = await stub.WakeUp(request, timeout=call.timeout_seconds)
+                woken = await stub.WakeUp(self._order(call), timeout=call.call_seconds)
                 dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)

@@ -13,18 +13,21 @@ from weft_rl.coordinator.decisions.replicas import base_binding
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState, VersionRecord
+from weft_rl.coordinator.messages.wire import (
+    FORGET_ANSWER,
+    REBIND_ANSWER,
+    ROLLBACK_ANSWER,
+    UNCORDON_ANSWER,
+)
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import new_transfer_ids
 from weft_rl.rpc.codec import (
+    POLICY_VERSION,
     aborts_from_proto,
     duration_from_proto,
-    duration_to_proto,
-    level_from_proto,
     vector_to_proto,
-    version_from_proto,
-    version_to_proto,
 )
-from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
+from weft_rl.v1 import admin_pb2, admin_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,16 +56,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             until=answer_by,
         )
         assert isinstance(answer, effects.RollbackAnswer)
-        return admin_pb2.RollbackResponse(
-            version=version_to_proto(answer.version),
-            replaced_version=answer.replaced_version,
-            replica_ids=answer.replica_ids,
-            pause=duration_to_proto(answer.pause_seconds),
-        )
+        return ROLLBACK_ANSWER.encode(answer)
 
     async def Pin(self, request: admin_pb2.PinRequest, context: Context) -> admin_pb2.PinResponse:
         """See protos/weft/v1/admin.proto."""
-        version = version_from_proto(request.version)
+        version = POLICY_VERSION.decode(request.version)
         recorded = await self._recorded(version)
         await self._driver.call(
             lambda ticket: events.Pin(
@@ -75,7 +73,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.RetireRequest, context: Context
     ) -> admin_pb2.RetireResponse:
         """See protos/weft/v1/admin.proto."""
-        version = version_from_proto(request.version)
+        version = POLICY_VERSION.decode(request.version)
         recorded = await self._recorded(version)
         await self._driver.call(
             lambda ticket: events.RetireVersion(ticket, version.policy, version.version, recorded)
@@ -100,9 +98,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             lambda ticket: events.ForgetPolicy(ticket, request.policy, request.force)
         )
         assert isinstance(answer, effects.ForgetAnswer)
-        return admin_pb2.ForgetPolicyResponse(
-            retired_versions=[version_to_proto(version) for version in answer.retired]
-        )
+        return FORGET_ANSWER.encode(answer)
 
     async def Cordon(
         self, request: admin_pb2.CordonRequest, context: Context
@@ -128,10 +124,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """See protos/weft/v1/admin.proto."""
         answer = await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
         assert isinstance(answer, effects.UncordonAnswer)
-        return admin_pb2.UncordonResponse(
-            state=inspect_pb2.ReplicaState.ValueType(int(answer.state or 0)),
-            state_reason=answer.why,
-        )
+        return UNCORDON_ANSWER.encode(answer)
 
     async def GetBase(
         self, request: admin_pb2.GetBaseRequest, context: Context
@@ -156,9 +149,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             lambda ticket: events.RebindBase(ticket, request.base_fingerprint)
         )
         assert isinstance(answer, effects.RebindAnswer)
-        return admin_pb2.RebindBaseResponse(
-            retired_versions=[version_to_proto(version) for version in answer.retired]
-        )
+        return REBIND_ANSWER.encode(answer)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
@@ -176,7 +167,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.SleepReplicaRequest, context: Context
     ) -> admin_pb2.SleepReplicaResponse:
         """See protos/weft/v1/admin.proto."""
-        aborts, level = aborts_from_proto(request.when_running), level_from_proto(request.level)
+        aborts, level = aborts_from_proto(request.when_running), request.level or 1
         seconds = DEFAULT_REQUESTS_SECONDS
         if request.HasField("timeout"):
             seconds = duration_from_proto(request.timeout)

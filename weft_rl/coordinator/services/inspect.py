@@ -38,7 +38,7 @@ from weft_rl.coordinator.messages.wire import (
 )
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.watchers import Feed
-from weft_rl.rpc.codec import vector_to_proto, version_from_proto, version_to_proto
+from weft_rl.rpc.codec import POLICY_VERSION, vector_to_proto
 from weft_rl.rpc.inbound import on_call_end
 from weft_rl.rpc.security.credentials import UNUSED_FILES
 from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
@@ -294,7 +294,9 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             versions=each(
                 records,
                 lambda record: version_record_to_proto(record, state),
-                lambda record, _: inspect_pb2.Version(version=version_to_proto(record.version)),
+                lambda record, _: inspect_pb2.Version(
+                    version=POLICY_VERSION.encode(record.version)
+                ),
             ),
             next_page_token=str(records[-1].version.version) if more else "",
         )
@@ -348,7 +350,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             raise NotFoundError(
                 f"no replica {request.replica_id[:80]!r} is in the pool", reason="REPLICA_UNKNOWN"
             )
-        version = version_from_proto(request.version)
+        version = POLICY_VERSION.decode(request.version)
         chunks = self._driver.replicas.digests(request.replica_id, replica.address, version)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:

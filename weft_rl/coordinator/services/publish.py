@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from weft_rl.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
+from weft_rl.contract.errors import NotReadyError, PeerUnavailableError
 from weft_rl.contract.names import check_name
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import Replica
@@ -18,13 +18,17 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     shared_backends,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
+from weft_rl.coordinator.decisions.state.values import VersionRecord, VersionState
 from weft_rl.coordinator.decisions.step import already_committed, not_its_owner
 from weft_rl.coordinator.messages.wire import (
-    adapter_from_proto,
+    ABORT,
+    ACQUIRE,
+    BEGIN,
+    RELEASE,
+    RENEW,
+    SLEEP_ROLLOUTS,
     begin_to_proto,
     lease_to_proto,
-    process_from_proto,
     transfer_from_record,
     transfer_to_proto,
 )
@@ -43,8 +47,6 @@ from weft_rl.rpc.codec import (
     aborts_from_proto,
     dtype_to_proto,
     duration_from_proto,
-    level_from_proto,
-    send_plan_from_proto,
 )
 from weft_rl.rpc.manifest_codec import (
     ManifestDecoder,
@@ -157,22 +159,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self, request: publish_pb2.AcquirePolicyRequest, context: Context
     ) -> publish_pb2.AcquirePolicyResponse:
         """See protos/weft/v1/publish.proto."""
-        if int(request.kind) not in set(PolicyKind):
-            raise InvalidRequestError("the kind of the policy is not set")
         answer = await self._driver.call(
-            lambda ticket: events.AcquirePolicy(
-                ticket,
-                request.trainer_id,
-                request.session_id,
-                request.policy,
-                PolicyKind(request.kind),
-                process_from_proto(request.process),
-                request.displaced_token,
-                request.last_version,
-                request.last_fencing_token,
-                CALLER.get(),
-                request.pool_id,
-            )
+            lambda ticket: ACQUIRE.decode(request, ticket=ticket, identity=CALLER.get())
         )
         assert isinstance(answer, effects.LeaseAnswer)
         return publish_pb2.AcquirePolicyResponse(
@@ -186,11 +174,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self, request: publish_pb2.RenewLeaseRequest, context: Context
     ) -> publish_pb2.RenewLeaseResponse:
         """See protos/weft/v1/publish.proto."""
-        answer = await self._driver.call(
-            lambda ticket: events.RenewLease(
-                ticket, request.policy, request.fencing_token, request.session_id, request.pool_id
-            )
-        )
+        answer = await self._driver.call(lambda ticket: RENEW.decode(request, ticket=ticket))
         assert isinstance(answer, effects.LeaseAnswer)
         lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
         return publish_pb2.RenewLeaseResponse(
@@ -203,11 +187,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self, request: publish_pb2.ReleasePolicyRequest, context: Context
     ) -> publish_pb2.ReleasePolicyResponse:
         """See protos/weft/v1/publish.proto."""
-        await self._driver.call(
-            lambda ticket: events.ReleasePolicy(
-                ticket, request.policy, request.fencing_token, request.session_id
-            )
-        )
+        await self._driver.call(lambda ticket: RELEASE.decode(request, ticket=ticket))
         return publish_pb2.ReleasePolicyResponse()
 
     async def PutManifest(
@@ -224,8 +204,6 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """See protos/weft/v1/publish.proto."""
         check_revision(request.protocol_revision, "the trainer")
         check_name(request.policy, "policy")
-        adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
-        plan = send_plan_from_proto(request.send_plan) if request.HasField("send_plan") else None
         timeout = duration_from_proto(request.timeout) if request.HasField("timeout") else 0.0
         timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
         deadline = self._driver.now() + timeout
@@ -235,28 +213,15 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         if self._traces is not None:
             self._traces.expect(ids.transfer_id, parent_in(context.invocation_metadata()))
         answer = await self._driver.call(
-            lambda ticket: events.BeginTransfer(
+            lambda ticket: BEGIN.decode(
+                request,
                 ticket=ticket,
-                request_id=request.request_id,
-                policy=request.policy,
-                fencing_token=request.fencing_token,
-                layout_digest=request.layout_digest,
                 layout=self._manifests.get(request.layout_digest),
-                adapter=adapter,
                 min_replicas=request.require.min_replicas if request.HasField("require") else 1,
                 deadline=deadline,
                 answer_by=answer_by,
-                backend=request.backend,
-                backend_reason=request.backend_reason,
-                trial_names=frozenset(request.trial_names),
-                group_id=request.group_id,
                 ids=ids,
-                session_id=request.session_id,
                 recorded=recorded,
-                check_finite=request.check_finite,
-                refuse_other_base=request.refuse_other_base,
-                carries_runs=request.carries_runs,
-                send_plan=plan,
             ),
             until=answer_by,
         )
@@ -309,16 +274,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             if record.state not in (VersionState.ABORTED, VersionState.FAILED):
                 raise already_committed(str(record.version))
             return publish_pb2.AbortTransferResponse()
-        await self._driver.call(
-            lambda ticket: events.AbortTransfer(
-                ticket,
-                request.transfer_id,
-                request.policy,
-                request.fencing_token,
-                request.message,
-                request.request_id,
-            )
-        )
+        await self._driver.call(lambda ticket: ABORT.decode(request, ticket=ticket))
         return publish_pb2.AbortTransferResponse()
 
     async def SleepRollouts(
@@ -326,17 +282,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     ) -> publish_pb2.SleepRolloutsResponse:
         """See protos/weft/v1/publish.proto."""
         aborts, answer_by = aborts_from_proto(request.when_running), self._answer_by(context)
-        level = level_from_proto(request.level)
         answer = await self._driver.call(
-            lambda ticket: events.SleepRollouts(
-                ticket=ticket,
-                fencing_token=request.fencing_token,
-                session_id=request.session_id,
-                gpu_uuids=frozenset(request.gpu_uuids),
-                level=level,
-                aborts=aborts,
-                seconds=duration_from_proto(request.timeout),
-                answer_by=answer_by,
+            lambda ticket: SLEEP_ROLLOUTS.decode(
+                request, ticket=ticket, aborts=aborts, answer_by=answer_by
             ),
             until=answer_by,
         )

@@ -75,7 +75,7 @@ def test_its_reading_is_shown_by_bytes_also_of_what_is_known(tmp_path: Path) -> 
 def test_a_cast_is_that_of_a_push(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model")
     local = read_checkpoint(path, PROGRESS)
-    assert {t.name: (t.dtype, t.shape) for t in local.tensors} == {
+    assert {t.name: (t.dtype, t.dims) for t in local.tensors} == {
         "a": ("F32", (7, 11)),
         "lm_head.weight": ("F32", (2, 2)),
     }

@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 from typing import Any, TypeVar
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import WSUM64, plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import HeldVersion, ReplicaReport, ReplicaWork
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
@@ -18,10 +19,8 @@ from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     ContentDigest,
     Failure,
-    HeldVersion,
     HeldVersionRecord,
     Phase,
     PolicyKind,
@@ -47,7 +46,7 @@ CAPABILITIES = Capabilities(
 )
 LAYOUT = VersionLayout.of(plan_buckets([TensorMeta("w", BF16, (4, 4))]))
 OTHER_LAYOUT = VersionLayout.of(plan_buckets([TensorMeta("w", BF16, (8, 8))]))
-SPEC = AdapterSpec('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}', b"config")
+SPEC = AdapterSpec('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
 DIGEST = ContentDigest(WSUM64, b"\1" * 8, LAYOUT.total_bytes)
 LOAD_FAILED = Failure("LOAD_FAILED", "the engine said no", {"dirty": "false"})
 DIRTY = Failure("LOAD_FAILED", "the engine broke", {"dirty": "true"})
@@ -95,19 +94,19 @@ class Machine:
                         replica.replica_id,
                         replica.incarnation,
                         ReplicaReport(
-                            vector=vector,
-                            retained=retained,
+                            version_vector=vector,
+                            retained_base_versions=retained,
                             dirty_reason=replica.dirty_reason,
-                            spilled=spilled,
-                            pins_obeyed=replica.report.pins_obeyed,
-                            pinned_bytes=replica.report.pinned_bytes,
+                            spilled_versions=spilled,
+                            pinned_base_versions=replica.report.pinned_base_versions,
+                            pinned_base_bytes=replica.report.pinned_base_bytes,
                             refusing=refuse_reason(self.state, replica.replica_id),
                             order_number=self.state.order_number,
-                            asleep=replica.asleep,
+                            sleep=replica.asleep,
                             work=self.works.get(replica.replica_id),
                         ),
                         held=self.heard(held),
-                        held_complete=bool(held),
+                        held_versions_complete=bool(held),
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:
@@ -163,18 +162,18 @@ class Machine:
                 model_name="tiny",
                 capabilities=dataclasses.replace(CAPABILITIES, **capabilities),
                 held=self.heard(held),
-                last_generation=last_generation,
+                last_coordinator_generation=last_generation,
                 last_epoch=last_epoch,
                 last_coordinator_id=last_coordinator_id,
                 checkpoint=checkpoint,
                 out_of_service=out_of_service,
                 pool_id=pool_id,
                 report=ReplicaReport(
-                    vector=vector,
-                    retained=retained,
+                    version_vector=vector,
+                    retained_base_versions=retained,
                     dirty_reason=dirty_reason,
-                    spilled=spilled,
-                    asleep=asleep,
+                    spilled_versions=spilled,
+                    sleep=asleep,
                 ),
             )
         )

@@ -133,11 +133,11 @@ def test_readiness_is_the_version_vector() -> None:
     m.do(events.Heartbeat(91, "r1", "i1", ReplicaReport()))
     lacking = (PolicyVersion("base", 1), PolicyVersion("math", 1))
     assert m.answer(91) == effects.HeartbeatAnswer(
-        ready=False, generation=1, lacking=lacking, epoch=2
+        ready=False, coordinator_generation=1, lacking=lacking, epoch=2
     )
     vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
-    m.do(events.Heartbeat(92, "r1", "i1", ReplicaReport(vector=vector)))
-    assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1, epoch=2)
+    m.do(events.Heartbeat(92, "r1", "i1", ReplicaReport(version_vector=vector)))
+    assert m.answer(92) == effects.HeartbeatAnswer(ready=True, coordinator_generation=1, epoch=2)
     assert [a.subject for a in m.found(effects.Announce) if a.kind == "replica_ready"] == ["r1"]
 
 
@@ -179,13 +179,13 @@ def test_aliases_are_answered_until_the_switch_and_not_after_one_that_failed() -
     ticket = m.run_to(Phase.COMMITTING)
     m.now += 2.0
     before = m.state.replicas["r1"].vector
-    m.do(events.Heartbeat(96, "r1", "i1", ReplicaReport(vector=before)))
+    m.do(events.Heartbeat(96, "r1", "i1", ReplicaReport(version_vector=before)))
     assert m.answer(96) == effects.HeartbeatAnswer(
-        ready=True, in_transfer=True, generation=1, epoch=2
+        ready=True, in_transfer=True, coordinator_generation=1, epoch=2
     )
     m.answer_commits(ticket, r1=LOAD_FAILED)
     m.now += 2.0
-    m.do(events.Heartbeat(97, "r1", "i1", ReplicaReport(vector=before)))
+    m.do(events.Heartbeat(97, "r1", "i1", ReplicaReport(version_vector=before)))
     answer = m.answer(97)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.lacking == (PolicyVersion("math", 2),)
@@ -197,12 +197,12 @@ def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     m.run_to(Phase.COMMITTED)
     m.now += 0.1
     m.do(events.Heartbeat(93, "r0", "i1", ReplicaReport()))
-    assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1, epoch=1)
+    assert m.answer(93) == effects.HeartbeatAnswer(ready=True, coordinator_generation=1, epoch=1)
     m.now += 2.0
     m.do(events.Heartbeat(94, "r0", "i1", ReplicaReport()))
     lacking = (PolicyVersion("math", 1),)
     assert m.answer(94) == effects.HeartbeatAnswer(
-        ready=False, generation=1, lacking=lacking, epoch=1
+        ready=False, coordinator_generation=1, lacking=lacking, epoch=1
     )
 
 
@@ -224,10 +224,10 @@ def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch()
     vector = m.state.replicas["r0"].vector
     m.do(
         events.Heartbeat(
-            95, "r0", "i1", ReplicaReport(vector=vector, dirty_reason="the engine broke")
+            95, "r0", "i1", ReplicaReport(version_vector=vector, dirty_reason="the engine broke")
         )
     )
-    assert m.answer(95) == effects.HeartbeatAnswer(ready=False, generation=1, epoch=1)
+    assert m.answer(95) == effects.HeartbeatAnswer(ready=False, coordinator_generation=1, epoch=1)
 
 
 def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
@@ -255,7 +255,9 @@ def test_what_a_dirty_replica_could_not_load_it_need_not_keep() -> None:
 
 def test_agent_and_coordinator_agree_on_what_is_dirty() -> None:
     m = _with_dirty()
-    beat = events.Heartbeat(0, "r1", "i1", ReplicaReport(vector=m.state.replicas["r1"].vector))
+    beat = events.Heartbeat(
+        0, "r1", "i1", ReplicaReport(version_vector=m.state.replicas["r1"].vector)
+    )
     m.do(beat)  # on its way since before the load failed
     assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
     m.now += 3

@@ -256,7 +256,9 @@ def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
         m.do(events.TakeOutOfService(next(m.ids), name, OutOfService(kind, "disk")))
     m.do(events.DrainReplica(next(m.ids), "r3", 60.0, "new kernel"))
     m.do(
-        events.Heartbeat(0, "r0", "i1", ReplicaReport(vector=m.state.vector, refusing="it starts"))
+        events.Heartbeat(
+            0, "r0", "i1", ReplicaReport(version_vector=m.state.vector, refusing="it starts")
+        )
     )
     m.register("r4")
     m.register("r5", dirty_reason="a load failed midway")

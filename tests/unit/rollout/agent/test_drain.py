@@ -39,7 +39,9 @@ def _told(agent: Agent, **changes: Any) -> None:
     fields = {"drain": None, "is_draining": False, "in_transfer": False}
     agent._take_answer(
         HeartbeatOrders(
-            **fields | {"refuse_reason": "", "order": OrderKey(0, 0), "pins": ()} | changes
+            **fields
+            | {"refuse_reason": "", "order": OrderKey(0, 0), "pinned_base_versions": ()}
+            | changes
         )
     )
 
@@ -52,7 +54,7 @@ async def test_an_order_begins_it_and_hurries_one_heartbeat(
     assert registered.hurried == 1
     note = agent._holdings().report.drain
     assert note is not None
-    assert (note.reason, note.seconds > 50) == ("by an operator", True)
+    assert (note.reason, note.time_left_seconds > 50) == ("by an operator", True)
 
 
 async def test_it_waits_for_the_word_of_a_coordinator_that_knows_of_it(agent: Agent) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
 from rollout_side.agent.registration import HeartbeatOrders, OrderKey
-from rollout_side.engine import AliasRefusals, UnservedPolicy
+from rollout_side.engine import AliasRefusals
 from weft_rl.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import AbsentPolicy
 
 _SERVED = VersionVector(
     base=3,
@@ -19,8 +20,8 @@ _SERVED = VersionVector(
 _NEWEST = {"base": 4, "math": 5, "code": 1}
 _NONE = AliasRefusals()
 _ABSENT = {
-    "chess": UnservedPolicy(7, "an operator forgot chess"),
-    "go": UnservedPolicy(2, "go@2 is lost"),
+    "chess": AbsentPolicy("chess", 7, "an operator forgot chess"),
+    "go": AbsentPolicy("go", 2, "go@2 is lost"),
 }
 
 

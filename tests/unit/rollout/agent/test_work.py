@@ -35,11 +35,11 @@ def test_an_order_that_does_not_get_on_grows_silent(engine: EngineDouble) -> Non
         work = agent._holdings().report.work
         assert work is not None
         assert work.what == "switching to math@1"
-        assert 0.05 <= work.silence < 5.0
+        assert 0.05 <= work.silence_seconds < 5.0
         engine.owed.end(0)  # a call to the engine that was part of it has been answered
         later = agent._holdings().report.work
         assert later is not None
-        assert later.silence < work.silence
+        assert later.silence_seconds < work.silence_seconds
         ended.set()
         await order
         assert agent._holdings().report.work is None
@@ -54,7 +54,7 @@ def test_what_the_engine_owes_counts_first(engine: EngineDouble) -> None:
     work = agent._holdings().report.work
     assert work is not None
     assert work.what == "its engine, weft_drop_adapter"
-    assert work.silence >= 0.05
+    assert work.silence_seconds >= 0.05
 
 
 def test_a_loop_that_is_held_is_told_though_no_order_was_taken(engine: EngineDouble) -> None:
@@ -65,4 +65,4 @@ def test_a_loop_that_is_held_is_told_though_no_order_was_taken(engine: EngineDou
     work = agent._holdings().report.work
     assert work is not None
     assert work.what == "its event loop"
-    assert 6.9 < work.silence < 60.0
+    assert 6.9 < work.silence_seconds < 60.0

@@ -50,13 +50,13 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     pool_identity.check(change, f"trainer {event.trainer_id!r}", event.pool_id)
     numbering.check_told(policy, event)
     lease = live_lease(policy, change.now)
-    if lease and lease.is_outdated(event.last_token):
+    if lease and lease.is_outdated(event.last_fencing_token):
         lease = None
     elif lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
         if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
             raise _owned(policy, lease, change.now, event.trainer_id)
         lease = None
-    if lease and lease.fencing_token < event.last_token <= MAX_NUMBER:
+    if lease and lease.fencing_token < event.last_fencing_token <= MAX_NUMBER:
         # A lost catalog gave the session a larger token, of which its earlier call did not know
         # yet: a session's tokens only grow.
         lease = None
@@ -65,7 +65,7 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     if lease is None:
         _expire(change, policy, event)
         policy = numbering.trainer_asks(change, policy, event)
-        token = numbering.next_token(policy, event.last_token)
+        token = numbering.next_token(policy, event.last_fencing_token)
         lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
         policy = replace(policy, fencing_token=token, owner=event.owner)
         change.announce(

@@ -71,7 +71,7 @@ def check_told(policy: Policy, event: events.AcquirePolicy) -> None:
     """
     who = f"trainer {event.trainer_id!r}"
     check_followed(who, f"version {policy.name}@", event.last_version, policy.last_version)
-    check_followed(who, "fencing token", event.last_token, policy.fencing_token)
+    check_followed(who, "fencing token", event.last_fencing_token, policy.fencing_token)
 
 
 def check_registration(state: PoolState, event: events.Register) -> None:
@@ -81,7 +81,9 @@ def check_registration(state: PoolState, event: events.Register) -> None:
         InvalidRequestError: Names the number.
     """
     who = f"replica {event.replica_id!r}"
-    check_followed(who, "coordinator generation", event.last_generation, state.generation)
+    check_followed(
+        who, "coordinator generation", event.last_coordinator_generation, state.generation
+    )
     check_followed(who, "epoch", event.last_epoch, state.epoch_counter)
     check_report(state, event.replica_id, event.report, event.held)
 
@@ -97,11 +99,11 @@ def check_report(
     Raises:
         InvalidRequestError: Names the version.
     """
-    bases = (report.vector.base, *report.retained)
+    bases = (report.version_vector.base, *report.retained_base_versions)
     highest = [PolicyVersion(BASE_POLICY, max(bases))]
-    for name, entry in report.vector.adapters.items():
+    for name, entry in report.version_vector.adapters.items():
         highest.append(PolicyVersion(name, max((*entry.versions, entry.alias))))
-    for version in (*highest, *report.spilled, *(one.held.version for one in held)):
+    for version in (*highest, *report.spilled_versions, *(one.held.version for one in held)):
         if version.version > MAX_FOLLOWED:
             name = version.policy
             policy = state.policies.get(name) or state.forgotten.get(name)
@@ -112,7 +114,7 @@ def check_report(
 def replica_registers(change: Change, event: events.Register) -> None:
     """Continue above the generation and the epoch that a replica has heard of."""
     state = change.state
-    generation, epoch = event.last_generation, event.last_epoch
+    generation, epoch = event.last_coordinator_generation, event.last_epoch
     # The same, and of another: that one's catalog does not know of us, or ours of it.
     is_ours = event.last_coordinator_id == state.coordinator_id
     is_behind = state.generation < generation + (not is_ours)

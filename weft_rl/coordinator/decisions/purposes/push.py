@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from weft_rl.containers import replace
-from weft_rl.contract.adapter_config import parse_config
+from weft_rl.contract.adapter_config import AdapterSpec, parse_config
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidAdapterError,
@@ -58,7 +58,6 @@ from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import is_joining, obeys_pins
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, group_members
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     ContentDigest,
     Failure,
     Phase,

@@ -24,6 +24,7 @@ from typing import Final
 
 from weft_rl.containers import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.coordinator.decisions.policies.retention import serve
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
@@ -44,7 +45,6 @@ from weft_rl.coordinator.decisions.state.pool import (
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import undecided_versions, without_mistaken
 from weft_rl.coordinator.decisions.state.values import (
-    HeldVersion,
     PolicyKind,
     RecordedFacts,
     VersionRecord,
@@ -115,7 +115,9 @@ def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replic
             version = held.version
             if version.policy in state.policies:
                 numbers = found.setdefault(version.policy, {})
-                holders = numbers.setdefault(version.version, {}).setdefault(held.digest, [])
+                holders = numbers.setdefault(version.version, {}).setdefault(
+                    held.content_digest, []
+                )
                 if replica not in holders:
                     holders.append(replica)
     return found
@@ -389,7 +391,7 @@ def _judge(change: Change, version: PolicyVersion, digest: bytes) -> None:
         claims = {h for h in replica.unrecorded if h.version == version}
         if not claims:
             continue
-        right = {h for h in claims if h.digest == digest}
+        right = {h for h in claims if h.content_digest == digest}
         wrong = {h for h in claims - right if HeldVersion(version, digest, h.spilled) not in right}
         judged = replace(
             replica, unrecorded=replica.unrecorded - claims, mistaken=replica.mistaken | wrong

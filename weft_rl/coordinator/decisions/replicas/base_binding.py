@@ -107,10 +107,10 @@ def rebind(change: Change, event: events.RebindBase) -> None:
 
 
 def _hindrance(state: PoolState, event: events.RebindBase, now: float) -> NotReadyError | None:
-    if event.fingerprint != state.fingerprint:
+    if event.base_fingerprint != state.fingerprint:
         return BaseMismatchError(
             f"the pool is bound to {state.fingerprint[:12]} ({state.architecture}), not to "
-            f"{event.fingerprint[:12] or '(none)'}: look again",
+            f"{event.base_fingerprint[:12] or '(none)'}: look again",
             metadata={"pool_fingerprint": state.fingerprint},
         )
     if state.transfers:

@@ -89,7 +89,7 @@ def _knows_more(state: PoolState, event: events.Register) -> bool:
     """
     if event.last_coordinator_id == state.coordinator_id:
         return False
-    generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
+    generation = state.opened_generation < event.last_coordinator_generation + 1 <= MAX_NUMBER
     return generation or state.opened_epoch_counter < event.last_epoch <= MAX_NUMBER
 
 
@@ -185,7 +185,7 @@ def updated_drain(
     known = replica.drain if replica else None
     if note is None:
         return known
-    deadline = now + note.seconds
+    deadline = now + note.time_left_seconds
     if known is None:
         return ReplicaDrain(deadline, note.reason)
     return replace(known, deadline=min(known.deadline, deadline))

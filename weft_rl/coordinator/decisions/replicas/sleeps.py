@@ -63,7 +63,7 @@ def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
         fencing_token=token,
         level=event.level,
         aborts=event.aborts,
-        seconds=event.seconds,
+        seconds=event.timeout_seconds,
     )
     _sleep(change, event.ticket, sorted(names), order, event.answer_by)
 
@@ -139,13 +139,13 @@ def adopt(change: Change, event: events.Register) -> None:
     """Adopt the order behind the sleep that a replica carries from a former coordinator."""
     state = change.state
     known_here = event.last_coordinator_id == state.coordinator_id
-    asleep, known = event.report.asleep, state.sleeps.get(event.replica_id)
+    asleep, known = event.report.sleep, state.sleeps.get(event.replica_id)
     if asleep is None or known_here:
         return
     if known is not None:  # by the catalog, which does not say whether it was carried out
         _put(change, event.replica_id, replace(known, confirmed=True))
         return
-    if 0 < event.last_generation < state.opened_generation and (
+    if 0 < event.last_coordinator_generation < state.opened_generation and (
         event.last_epoch <= state.opened_epoch_counter
     ):
         return  # this catalog would know of it: it is over

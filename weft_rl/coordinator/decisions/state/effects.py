@@ -8,19 +8,18 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import DrainNote
+from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, HeldVersion
 from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     BoundCheckpoint,
     ContentDigest,
     Failure,
-    HeldVersion,
     ReplicaState,
     VersionRecord,
 )
@@ -228,9 +227,9 @@ class BeginAnswer:
 class RegisterAnswer:
     """Answer to Register."""
 
-    heartbeat_seconds: float
+    heartbeat_interval_seconds: float
     reference_wanted: bool
-    generation: int
+    coordinator_generation: int
     coordinator_id: str = ""
     refuse_reason: str = ""
     """Reason why it must refuse new requests; empty if it must not refuse any."""
@@ -243,15 +242,6 @@ class RegisterAnswer:
 
 
 @dataclass(frozen=True)
-class AbsentPolicy:
-    """Policy that the pool served once, and the reason why it no longer does."""
-
-    policy: str
-    last_version: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class HeartbeatAnswer:
     """Answer to Heartbeat."""
 
@@ -260,21 +250,23 @@ class HeartbeatAnswer:
     """Set when the replica is to drain."""
     in_transfer: bool = False
     """True if a transfer needs it."""
-    pinned_bases: tuple[int, ...] = ()
+    pinned_base_versions: tuple[int, ...] = ()
     """Versions of the base whose copies it must keep."""
     refuse_reason: str = ""
     """Reason why it must refuse new requests; empty if it must not refuse any."""
-    held_wanted: bool = False
+    held_versions_wanted: bool = False
     """True if the next heartbeat is to name all that it holds."""
-    generation: int = 0
+    coordinator_generation: int = 0
     """The coordinator's generation, which may have grown."""
     order_number: int = 0
     """The number of the newest order to refuse requests, or to take them again."""
     lacking: tuple[PolicyVersion, ...] = ()
     """Versions behind the pool's aliases that the replica does not serve."""
+    lacking_more: bool = False
+    """True if there are more than ``lacking`` lists."""
     base_doubt: str = ""
     """Reason why its base@0 is not the pool's; empty where it is, or is not served."""
-    absent: tuple[AbsentPolicy, ...] = ()
+    absent_policies: tuple[AbsentPolicy, ...] = ()
     """Policies that are lost or were forgotten, with what requests for them are told."""
     out_of_service: OutOfService | None = None
     """The operator's order that stands, as in ``RegisterAnswer``."""
@@ -288,7 +280,7 @@ class UncordonAnswer:
     """Answer to Uncordon: the replica's state, if it is in the pool, and the reason for it."""
 
     state: ReplicaState | None
-    why: str
+    state_reason: str
 
 
 @dataclass(frozen=True)
@@ -305,14 +297,14 @@ class RollbackAnswer:
 class RebindAnswer:
     """Answer to RebindBase."""
 
-    retired: tuple[PolicyVersion, ...]
+    retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
 class ForgetAnswer:
     """Answer to ForgetPolicy."""
 
-    retired: tuple[PolicyVersion, ...]
+    retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
@@ -528,8 +520,8 @@ class CallRefuse:
     replica_id: str
     incarnation: str
     address: str
-    reason: str
-    number: int
+    refuse_reason: str
+    order_number: int
 
 
 @dataclass(frozen=True)
@@ -542,9 +534,9 @@ class CallSleep:
     trainer_id: str
     level: int
     aborts: bool
-    seconds: float
-    """Seconds that requests may take to end."""
     timeout_seconds: float
+    """Seconds that requests may take to end."""
+    call_seconds: float
 
 
 @dataclass(frozen=True)
@@ -554,7 +546,7 @@ class CallWake:
     replica_id: str
     incarnation: str
     address: str
-    timeout_seconds: float
+    call_seconds: float
 
 
 @dataclass(frozen=True)
@@ -565,9 +557,9 @@ class CallRetire:
     incarnation: str
     address: str
     versions: tuple[PolicyVersion, ...]
-    mistaken: tuple[HeldVersion, ...] = ()
+    mistaken_versions: tuple[HeldVersion, ...] = ()
     """Adapters whose bytes are not those of their numbers."""
-    ended: tuple[str, ...] = ()
+    ended_policies: tuple[str, ...] = ()
     """Policies that were forgotten: ``versions`` may include what their names stand for."""
 
 

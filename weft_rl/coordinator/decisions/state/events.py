@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
 from weft_rl.contract.manifest import SendPlan
@@ -20,7 +21,6 @@ from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, Tr
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft_rl.coordinator.decisions.state.transfer import RankReport, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     ContentDigest,
     Failure,
     HeldVersionRecord,
@@ -47,7 +47,7 @@ class AcquirePolicy:
     """Token of a lease of the same trainer that ends first, if it is live."""
     last_version: int = 0
     """Newest version of the policy that the trainer was told of."""
-    last_token: int = 0
+    last_fencing_token: int = 0
     """Largest token by which the trainer owned a lease of the policy."""
     identity: str = ""
     """Identity that its credentials have shown; empty where nobody is asked."""
@@ -153,10 +153,10 @@ class SleepRollouts:
     fencing_token: int
     session_id: str
     gpu_uuids: frozenset[str]
-    level: int = 1
+    level: int = field(default=1, metadata={"unset": 1})
     aborts: bool
     """True if running requests are aborted, rather than finished."""
-    seconds: float
+    timeout_seconds: float
     """Seconds that running requests may take to end."""
     answer_by: float
 
@@ -201,12 +201,12 @@ class Register:
     report: ReplicaReport
     held: tuple[HeldVersionRecord, ...] = ()
     """All versions that it holds."""
-    last_generation: int = 0
+    last_coordinator_generation: int = 0
     """Highest generation of a coordinator that it was told."""
     last_epoch: int = 0
     """Highest epoch of a group that it was told."""
     last_coordinator_id: str = ""
-    """Coordinator whose generation ``last_generation`` is."""
+    """Coordinator whose generation ``last_coordinator_generation`` is."""
     checkpoint: Checkpoint = NOT_TOLD
     out_of_service: OutOfService | None = None
     """Operator's order that it was told last."""
@@ -236,7 +236,7 @@ class Heartbeat:
     """Transfers that it holds bytes of, each with its record in the catalog."""
     held: tuple[HeldVersionRecord, ...] = ()
     """Versions that it has not told before; all that it holds if ``held_complete``."""
-    held_complete: bool = False
+    held_versions_complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ class RebindBase:
     """Operator's order to let go of the pool's base model."""
 
     ticket: int
-    fingerprint: str
+    base_fingerprint: str
     """The fingerprint of the base that is to be let go of."""
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from weft_rl.containers import replace
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.errors import LeaseFencedError, NotFoundError
+from weft_rl.contract.errors import InvalidRequestError, LeaseFencedError, NotFoundError
 from weft_rl.contract.names import (
     BASE_POLICY,
     MAX_FOLLOWED,
@@ -47,6 +47,9 @@ from weft_rl.coordinator.decisions.state.values import (
 MAX_BASE_CONTENTS = 1024
 #: Ticks come every 0.25 s.
 _MAX_TICK_GAP_SECONDS = 1.0
+# Bounds of a machine's name, and of the key that tells its runs apart.
+_MAX_PROCESS_CHARS = 128
+_LATEST_TIME = float(2**32)
 #: The content of base@0, whose bytes lie in files, in no layout of a push.
 _STARTED_WITH: Final = b""
 
@@ -126,13 +129,28 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class TrainerProcess:
-    """Process that owns a lease, by its own account; see ``weft.v1.TrainerProcess``."""
+    """Process that owns a lease, by its own account; see ``weft.v1.TrainerProcess``.
+
+    Raises:
+        InvalidRequestError: A text is too long, or the start time is out of range.
+    """
 
     host: str = ""
     host_key: str = ""
     pid: int = 0
     start_time: float = 0.0
     """Seconds since 1970."""
+
+    def __post_init__(self) -> None:
+        """Check the texts and the time."""
+        if max(len(self.host), len(self.host_key)) > _MAX_PROCESS_CHARS or not (
+            0 <= self.start_time < _LATEST_TIME
+        ):
+            raise InvalidRequestError(
+                "a trainer's process has a host and a host_key of at most "
+                f"{_MAX_PROCESS_CHARS} characters, and a start_time between 1970 and 2106",
+                metadata={"field": "TrainerProcess"},
+            )
 
     def __str__(self) -> str:
         if not self.pid:

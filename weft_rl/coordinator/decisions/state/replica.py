@@ -9,8 +9,8 @@ from weft_rl.containers import replace
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
-from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
+from weft_rl.contract.replica_report import DrainNote, HeldVersion, ReplicaReport, Sleep
+from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +158,19 @@ class Replica:
 
     def believed_report(self, now: float) -> ReplicaReport:
         """Return its report with what the coordinator believes in place of what it said."""
-        is_of_now = self.report.vector.base == self.vector.base
+        is_of_now = self.report.version_vector.base == self.vector.base
         return replace(
             self.report,
-            vector=self.vector,
-            retained=self.retained,
-            spilled=self.spilled,
+            version_vector=self.vector,
+            retained_base_versions=self.retained,
+            spilled_versions=self.spilled,
             dirty_reason=self.dirty_reason,
             base_as_started=self.report.base_as_started and is_of_now,
             # Until it has said what came with this base, it counts as complete.
             draft_version=self.report.draft_version if is_of_now else self.vector.base,
             refusing=self.refusing,
             order_number=self.order_number,
-            asleep=self.asleep,
+            sleep=self.asleep,
             drain=self.drain.note(now) if self.drain else None,
         )
 

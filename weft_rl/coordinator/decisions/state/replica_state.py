@@ -18,6 +18,7 @@ from typing import Final
 from weft_rl.containers import replace
 from weft_rl.contract.checkpoint import CheckpointState, differing_files
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.coordinator.decisions.state.pool import (
     MAX_BASE_CONTENTS,
     PoolState,
@@ -29,7 +30,6 @@ from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
-    HeldVersion,
     HeldVersionRecord,
     PolicyKind,
     ReplicaState,
@@ -70,7 +70,7 @@ def with_counted_versions(
             continue
         if digest is None:
             unrecorded.add(held)
-        elif digest != held.digest:
+        elif digest != held.content_digest:
             mistaken.add(held)
         elif held.spilled:
             right.add(held.version)
@@ -435,7 +435,7 @@ def is_joining(state: PoolState, replica: Replica) -> bool:
 
 def obeys_pins(state: PoolState, replica: Replica) -> bool:
     """Return whether a replica that is brought a base drops no pinned copy."""
-    return replica.report.pins_obeyed.issuperset(state.pinned_bases)
+    return replica.report.pinned_base_versions.issuperset(state.pinned_bases)
 
 
 # -- what a replica lacks ----------------------------------------------------
@@ -491,11 +491,11 @@ class VersionDifference:
     pool_version: int
     num_behind: int = 0
     """Number of committed versions that it is behind; 0 where it serves none, or a later one."""
-    is_minimum: bool = False
+    num_behind_is_minimum: bool = False
     """True if it may be behind by more: retired versions are not counted."""
 
     def __str__(self) -> str:
-        least = "at least " * self.is_minimum
+        least = "at least " * self.num_behind_is_minimum
         return f"{self.policy}@{self.version}, {least}{self.num_behind} behind"
 
 

@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import ClassVar, Final
 
 from weft_rl.containers import replace
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import (
     NO_LAYOUT,
-    AdapterSpec,
     ContentDigest,
     Failure,
     Phase,

@@ -6,10 +6,12 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.errors import WeftError, error_from_reason
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.contract.tensors import DataType
 
 
@@ -77,17 +79,6 @@ def base_content(layout_digest: bytes, digest: ContentDigest) -> bytes:
     return layout_digest + digest.value
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """An adapter apart from its tensors; ``config_digest`` is SHA-256 of the config."""
-
-    config_json: str
-    config_digest: bytes
-    base_fingerprint: str = ""
-    trained_on_base_version: int | None = None
-    """Version of the base that it was trained on; None if nobody knows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BoundCheckpoint:
     """Checkpoint that base@0 is in this pool, and the replica that bound it."""
@@ -106,15 +97,6 @@ class RecordedFacts:
     content_digest: ContentDigest
     layout_digest: bytes
     adapter: AdapterSpec | None
-
-
-@dataclass(frozen=True)
-class HeldVersion:
-    """A version whose bytes a replica says that it has; see ``weft.v1.HeldVersion``."""
-
-    version: PolicyVersion
-    digest: bytes
-    spilled: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from weft_rl.containers import replace
 from weft_rl.contract.adapter import check_adapter
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.capabilities import ONE_SIDED
 from weft_rl.contract.errors import (
     BaseMismatchError,
@@ -25,7 +26,7 @@ from weft_rl.coordinator.decisions.state.effects import CheckFit
 from weft_rl.coordinator.decisions.state.pool import FitKey, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import AdapterSpec, Failure, PolicyKind
+from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 
 #: Answers that are remembered: layouts x adapter configs x kinds of replicas.
 MAX_FITS = 4096
@@ -162,7 +163,7 @@ def lacking_room(
         if replica.loads_in_place(transfer.kind):
             continue
         if transfer.kind is PolicyKind.BASE:
-            room = capabilities.staging_capacity_bytes - replica.report.pinned_bytes
+            room = capabilities.staging_capacity_bytes - replica.report.pinned_base_bytes
             what = "staging"
         elif capabilities.lora_enabled:
             room = capabilities.adapter_capacity_bytes - replica.report.adapter_used_bytes
@@ -291,10 +292,10 @@ def _way_out(state: PoolState, transfer: Transfer, replica: Replica) -> str:
             ": end what is done with (weft forget POLICY), keep fewer versions (weft retain POLICY "
             "N), or start it with a larger --adapter-memory-gib"
         )
-    if not replica.report.pinned_bytes:
+    if not replica.report.pinned_base_bytes:
         return ""
     names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)
     return (
-        f": {replica.report.pinned_bytes} are held by {names or 'versions'} that are pinned; "
+        f": {replica.report.pinned_base_bytes} are held by {names or 'versions'} that are pinned; "
         "unpin, or start it with a larger --staging-memory-gib"
     )

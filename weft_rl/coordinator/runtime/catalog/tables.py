@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
@@ -25,7 +26,6 @@ from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, Sav
 from weft_rl.coordinator.decisions.state.pool import Lease, Policy, TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     BoundCheckpoint,
     ContentDigest,
     Failure,
@@ -389,7 +389,7 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
         create_time=row[7],
         commit_time=row[8],
         content_digest=ContentDigest(*row[9:12]) if row[9] is not None else None,
-        adapter=AdapterSpec(*row[12:16]) if row[12] is not None else None,
+        adapter=AdapterSpec(row[12], *row[14:16]) if row[12] is not None else None,
         failure=Failure(row[16], row[17]) if row[16] is not None else None,
     )
 

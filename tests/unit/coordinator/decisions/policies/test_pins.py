@@ -35,17 +35,17 @@ def _obey(m: Machine, replica_id: str, *versions: int, num_bytes: int = 0) -> tu
             replica_id,
             replica.incarnation,
             ReplicaReport(
-                vector=replica.vector,
-                retained=replica.retained,
-                pins_obeyed=frozenset(versions),
-                pinned_bytes=num_bytes,
+                version_vector=replica.vector,
+                retained_base_versions=replica.retained,
+                pinned_base_versions=frozenset(versions),
+                pinned_base_bytes=num_bytes,
             ),
         )
     )
     m.check_fits()
     answer = m.answer(ticket)
     assert isinstance(answer, effects.HeartbeatAnswer)
-    return answer.pinned_bases
+    return answer.pinned_base_versions
 
 
 def test_a_base_waits_until_every_replica_obeys_the_pins() -> None:

@@ -53,7 +53,7 @@ def test_its_versions_leave_every_replica_with_what_the_name_stands_for() -> Non
     orders = {call.replica_id: call for call in m.found(effects.CallRetire)}
     assert set(orders) == {"r0", "r1"}
     assert orders["r0"].versions == (_v("math@1"), _v("math@2"))
-    assert orders["r0"].ended == ("math",)
+    assert orders["r0"].ended_policies == ("math",)
     retired = [save.version for save in m.found(effects.SaveRetired) if save.durable]
     assert retired == [_v("math@1"), _v("math@2")], "before anybody is told"
     assert "math" not in m.state.policies
@@ -74,7 +74,7 @@ def test_a_replica_that_was_away_drops_it_when_it_is_back() -> None:
     m.register("r1", vector=VersionVector(adapters=math), held=held, spilled=["math@1"])
     m.pass_time(1.5)
     (order,) = [call for call in m.ever(effects.CallRetire) if call.replica_id == "r1"][-1:]
-    assert (order.versions, order.ended) == ((_v("math@1"), _v("math@2")), ("math",))
+    assert (order.versions, order.ended_policies) == ((_v("math@1"), _v("math@2")), ("math",))
     assert "math" not in m.state.policies, "what comes back late begins nothing"
     m.says.clear()
     _retired(m, "r1")
@@ -187,7 +187,7 @@ def test_a_clone_of_it_ends_and_its_target_drops_it(phase: Phase) -> None:
         m.do(events.CommitAnswered(f"t{clone}", "r1", "i1", vector, 0.0, None))
         m.pass_time(3.0)
         (order,) = [call for call in m.ever(effects.CallRetire) if call.replica_id == "r1"][-1:]
-        assert order.ended == ("math",)
+        assert order.ended_policies == ("math",)
     m.pass_time(3.0)
     assert not m.state.transfers
     assert not m.look_ups()

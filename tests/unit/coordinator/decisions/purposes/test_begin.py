@@ -12,11 +12,11 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     Failure,
     Phase,
     VersionRecord,
@@ -114,8 +114,8 @@ def test_a_request_id_for_other_content_conflicts() -> None:
         ("math", {"layout": None}, "MANIFEST_UNKNOWN"),
         ("math", {"adapter": None}, "INVALID_ADAPTER"),
         ("base", {"adapter": SPEC}, "INVALID_ADAPTER"),
-        ("math", {"adapter": AdapterSpec("{", b"")}, "INVALID_ADAPTER"),
-        ("math", {"adapter": AdapterSpec(SPEC.config_json, b"", "0" * 64)}, "BASE_MISMATCH"),
+        ("math", {"adapter": AdapterSpec("{")}, "INVALID_ADAPTER"),
+        ("math", {"adapter": AdapterSpec(SPEC.config_json, "0" * 64)}, "BASE_MISMATCH"),
         ("math", {"backend": "nccl"}, "BACKEND_MISMATCH"),
         ("math", {"request_id": ""}, "INVALID_REQUEST"),
         ("math", {"request_id": "q" * 129}, "INVALID_REQUEST"),
@@ -191,7 +191,9 @@ def test_what_is_used_already_counts() -> None:
             5,
             "r0",
             "i1",
-            ReplicaReport(vector=m.state.replicas["r0"].vector, adapter_used_bytes=(1 << 20) - 10),
+            ReplicaReport(
+                version_vector=m.state.replicas["r0"].vector, adapter_used_bytes=(1 << 20) - 10
+            ),
         )
     )
     m.acquire("math")
@@ -350,7 +352,11 @@ def test_a_group_that_does_not_fit_is_replaced(change: str) -> None:
         m.register("r2")
     elif change == "new process":
         m.now += 4.5
-        m.do(events.Heartbeat(5, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector)))
+        m.do(
+            events.Heartbeat(
+                5, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
+            )
+        )
         m.register("r1", "i2")
     elif change == "new session":
         m.do(events.ReleasePolicy(6, "math", 1))

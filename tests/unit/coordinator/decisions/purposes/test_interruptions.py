@@ -276,7 +276,12 @@ def test_a_replica_that_loads_a_clone_in_place_is_not_ready_whatever_it_said() -
     m.do(events.RankLoadDue(m.transfer(clone).group_id, f"t{clone}", 1))
     m.do(
         events.Heartbeat(
-            77, "r1", "i1", ReplicaReport(vector=m.state.vector, retained=(1,), dirty_reason="")
+            77,
+            "r1",
+            "i1",
+            ReplicaReport(
+                version_vector=m.state.vector, retained_base_versions=(1,), dirty_reason=""
+            ),
         )
     )
     answer = m.answer(77)

@@ -16,12 +16,13 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
 from weft_rl.contract.errors import InvalidAdapterError
 from weft_rl.contract.names import PolicyVersion, provenance
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events, pool
-from weft_rl.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
+from weft_rl.coordinator.decisions.state.values import Phase, VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
@@ -142,7 +143,7 @@ def _tell_as_started(m: Machine, replica_id: str) -> None:
     incarnation, vector = replica.incarnation, replica.vector
     m.do(
         events.Heartbeat(
-            0, replica_id, incarnation, ReplicaReport(vector=vector, base_as_started=True)
+            0, replica_id, incarnation, ReplicaReport(version_vector=vector, base_as_started=True)
         )
     )
 

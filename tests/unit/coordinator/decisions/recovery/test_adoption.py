@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
+from weft_rl.contract.replica_report import HeldVersion, ReplicaReport
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
 from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
@@ -26,7 +26,6 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 )
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
-    HeldVersion,
     HeldVersionRecord,
     Phase,
     PolicyKind,
@@ -169,7 +168,9 @@ def test_what_another_holds_in_other_bytes_is_in_conflict() -> None:
     assert publish_again_version(machine.state, "math") == 7
     assert not ready(machine)
     machine.pass_time(1)
-    dropped = {order.replica_id: order.mistaken for order in machine.ever(effects.CallRetire)}
+    dropped = {
+        order.replica_id: order.mistaken_versions for order in machine.ever(effects.CallRetire)
+    }
     assert dropped == {"r0": (HeldVersion(MATH_7, C),), "r1": (HeldVersion(MATH_7, A),)}
     for name in ("r0", "r1"):
         left = VersionVector(3, {"math": AdapterVersions((6,), 0)})
@@ -202,7 +203,7 @@ def test_later_holders_of_other_bytes_drop_them() -> None:
     assert "it has other bytes under that number, and drops them" in why
     machine.pass_time(1.5)
     (order,) = machine.ever(effects.CallRetire)
-    assert [str(held.version) for held in order.mistaken] == ["math@7"]
+    assert [str(held.version) for held in order.mistaken_versions] == ["math@7"]
     assert order.versions == ()
     machine.answer_look_ups()
     assert [t.policy_version for t in machine.state.transfers.values()] == [BASE_3]
@@ -215,12 +216,17 @@ def test_a_heartbeat_brings_what_is_new_and_is_asked_for_all_in_doubt() -> None:
         heard = machine.heard(held)
         machine.do(
             events.Heartbeat(
-                9, "r0", "i1", ReplicaReport(vector=vector), held=heard, held_complete=complete
+                9,
+                "r0",
+                "i1",
+                ReplicaReport(version_vector=vector),
+                held=heard,
+                held_versions_complete=complete,
             )
         )
         (reply,) = machine.found(effects.Reply)
         assert isinstance(reply.answer, effects.HeartbeatAnswer)
-        return reply.answer.held_wanted
+        return reply.answer.held_versions_wanted
 
     math = VersionVector(0, {"math": AdapterVersions((7,), 7)})
     assert beat(math, {"math@7": A}, complete=False), "an order of a former coordinator"
@@ -231,20 +237,20 @@ def test_a_heartbeat_brings_what_is_new_and_is_asked_for_all_in_doubt() -> None:
 
 def test_a_trainer_is_not_given_what_it_had_before() -> None:
     machine = Machine().pool("r0")
-    machine.acquire("math", last_version=7, last_token=12)
+    machine.acquire("math", last_version=7, last_fencing_token=12)
     assert machine.tokens["math"] == 12 + LEAP
     pushed = machine.run_to(Phase.COMMITTED)
     assert machine.transfer(pushed).version == 7 + LEAP + 1
-    machine.acquire("math", last_version=1008, last_token=1012)
+    machine.acquire("math", last_version=1008, last_fencing_token=1012)
     assert machine.tokens["math"] == 12 + LEAP, "its lease goes on"
 
 
 def test_a_call_that_comes_late_does_not_take_back_a_token() -> None:
     """The catalog is lost between two calls of one session; the first is repeated after it."""
     machine = Machine().pool("r0")
-    machine.acquire("math", last_version=0, last_token=1)
+    machine.acquire("math", last_version=0, last_fencing_token=1)
     late = machine.tokens["math"]
-    machine.acquire("math", last_version=1002, last_token=2001)
+    machine.acquire("math", last_version=1002, last_fencing_token=2001)
     assert late < 2001 < machine.tokens["math"]
 
 
@@ -554,7 +560,11 @@ def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
             m.answer_commits(rollback)
         assert m.state.epoch_counter > before
         assert m.ever(effects.SaveEpoch)[-1].epoch == m.state.epoch_counter
-    m.do(events.Heartbeat(77, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector)))
+    m.do(
+        events.Heartbeat(
+            77, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
+        )
+    )
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.epoch == m.state.epoch_counter

@@ -331,7 +331,12 @@ def test_a_clone_is_not_begun_to_who_was_lost_while_it_was_looked_up() -> None:
         m.now += 1
         m.do(
             events.Heartbeat(
-                8, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector, retained=(1,))
+                8,
+                "r0",
+                "i1",
+                ReplicaReport(
+                    version_vector=m.state.replicas["r0"].vector, retained_base_versions=(1,)
+                ),
             )
         )
         m.do(events.Tick())

@@ -43,7 +43,11 @@ def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
             9,
             "r0",
             "i1",
-            ReplicaReport(vector=replica.vector, retained=(1,), dirty_reason="a layer burned"),
+            ReplicaReport(
+                version_vector=replica.vector,
+                retained_base_versions=(1,),
+                dirty_reason="a layer burned",
+            ),
         )
     )
     assert standing_of(m, "r0") == (ReplicaState.QUARANTINED, "a layer burned")

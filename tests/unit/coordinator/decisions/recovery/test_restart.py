@@ -16,7 +16,11 @@ def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) 
     replica = m.state.replicas[replica_id]
     m.do(
         events.Heartbeat(
-            0, replica_id, replica.incarnation, ReplicaReport(vector=replica.vector), staged=staged
+            0,
+            replica_id,
+            replica.incarnation,
+            ReplicaReport(version_vector=replica.vector),
+            staged=staged,
         ),
     )
 
@@ -138,7 +142,10 @@ def test_a_base_that_was_left_behind_waits_for_the_pins_to_be_heard() -> None:
     assert not m.found(effects.CallCommit)
     replica = m.state.replicas["r0"]
     beat = events.Heartbeat(
-        0, "r0", "i1", ReplicaReport(vector=replica.vector, pins_obeyed=frozenset({1}))
+        0,
+        "r0",
+        "i1",
+        ReplicaReport(version_vector=replica.vector, pinned_base_versions=frozenset({1})),
     )
     m.do(replace(beat, staged={f"t{ticket}": record}))
     assert [c.replica_id for c in m.found(effects.CallCommit)] == ["r0"]

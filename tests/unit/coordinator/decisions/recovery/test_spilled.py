@@ -88,7 +88,7 @@ def test_a_corrupt_copy_is_noted_and_once_it_is_not_listed_the_owner_is_asked() 
     _, why = explain_state(m.state, m.state.replicas["r0"])
     assert "could not be brought yet, it is tried again: these are not its files" in why
     replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i2", ReplicaReport(vector=replica.vector)))
+    m.do(events.Heartbeat(0, "r0", "i2", ReplicaReport(version_vector=replica.vector)))
     m.pass_time(4)
     asked = {e.subject for e in m.ever(effects.Announce) if e.kind == "publish_again_wanted"}
     assert asked == {"base@1", "math@2"}
@@ -107,10 +107,10 @@ def test_a_copy_in_memory_is_not_read_from_disk() -> None:
     m = _restarted("base@1")
     m.answer_commit(_next(m), "r0")
     report = ReplicaReport(
-        vector=m.state.replicas["r0"].vector,
-        retained=(1,),
+        version_vector=m.state.replicas["r0"].vector,
+        retained_base_versions=(1,),
         dirty_reason="mixed",
-        spilled=frozenset({PolicyVersion("base", 1)}),
+        spilled_versions=frozenset({PolicyVersion("base", 1)}),
     )
     m.do(events.Heartbeat(0, "r0", "i2", report))
     m.pass_time(1.5)

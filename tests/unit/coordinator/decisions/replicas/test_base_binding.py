@@ -77,7 +77,7 @@ def test_rebinding_retires_what_was_served_and_keeps_the_numbers() -> None:
     answer = m.answer(_rebind(m))
     assert isinstance(answer, effects.RebindAnswer)
     retired = [PolicyVersion("base", 2), PolicyVersion("math", 1), PolicyVersion("math", 2)]
-    assert list(answer.retired) == retired
+    assert list(answer.retired_versions) == retired
     saved = m.last
     assert [e.version for e in saved if isinstance(e, effects.SaveRetired)] == retired
     assert effects.SavePool("", "") in saved

@@ -48,8 +48,8 @@ def _beat(m: Machine, replica_id: str, note: DrainNote | None = None) -> effects
             replica_id,
             replica.incarnation,
             ReplicaReport(
-                vector=replica.vector,
-                retained=replica.retained,
+                version_vector=replica.vector,
+                retained_base_versions=replica.retained,
                 drain=note,
                 refusing=refuse_reason(m.state, replica_id),
                 order_number=m.state.order_number,
@@ -166,7 +166,7 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None
 def _seconds_left(m: Machine, replica_id: str, note: DrainNote | None = None) -> float:
     drain = _beat(m, replica_id, note).drain
     assert drain is not None
-    return drain.seconds
+    return drain.time_left_seconds
 
 
 def test_a_draining_replica_gets_nothing_new() -> None:
@@ -259,7 +259,7 @@ def test_a_draining_replica_is_the_last_choice_for_a_clone() -> None:
 
 
 def _refuse_calls(m: Machine) -> list[tuple[str, str, int]]:
-    return [(c.replica_id, c.reason, c.number) for c in m.ever(effects.CallRefuse)]
+    return [(c.replica_id, c.refuse_reason, c.order_number) for c in m.ever(effects.CallRefuse)]
 
 
 def _says(m: Machine, replica_id: str, refusing: str, number: int) -> None:
@@ -295,7 +295,7 @@ def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> Non
     assert _refuse_calls(m)[1:] == [("r1", "", 2)]
     assert isinstance(answer, effects.UncordonAnswer)
     assert answer.state is ReplicaState.PENDING_WEIGHTS
-    assert why in answer.why
+    assert why in answer.state_reason
     assert _routed(m) == ["r0"]
     _says(m, "r1", "", 2)
     assert _state(m, "r1") == (ReplicaState.READY, "")
@@ -323,7 +323,10 @@ def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
     vector = m.state.replicas["r1"].vector
     m.do(
         events.Heartbeat(
-            0, "r1", "i1", ReplicaReport(vector=vector, refusing="late", order_number=number)
+            0,
+            "r1",
+            "i1",
+            ReplicaReport(version_vector=vector, refusing="late", order_number=number),
         )
     )
     assert _state(m, "r1")[0] is ReplicaState.READY
@@ -336,7 +339,7 @@ def test_one_that_refuses_by_itself_is_not_ready() -> None:
     vector = m.state.replicas["r1"].vector
     m.do(
         events.Heartbeat(
-            0, "r1", "i1", ReplicaReport(vector=vector, refusing="bare names are refused")
+            0, "r1", "i1", ReplicaReport(version_vector=vector, refusing="bare names are refused")
         )
     )
     assert _state(m, "r1") == (
@@ -373,7 +376,7 @@ def _registered(m: Machine, replica_id: str) -> events.Register:
         http_url=replica.http_url,
         model_name=replica.model_name,
         capabilities=replica.capabilities,
-        report=ReplicaReport(vector=replica.vector),
+        report=ReplicaReport(version_vector=replica.vector),
     )
 
 
@@ -391,7 +394,7 @@ def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     vector = m.state.replicas["r0"].vector
     m.do(
         events.Heartbeat(
-            0, "r0", "i1", ReplicaReport(vector=vector, dirty_reason="the engine broke")
+            0, "r0", "i1", ReplicaReport(version_vector=vector, dirty_reason="the engine broke")
         )
     )
     error = m.error(_uncordon(m, "r0"))

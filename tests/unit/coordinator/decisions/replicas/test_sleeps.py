@@ -44,7 +44,7 @@ def _sleep(m: Machine, *gpus: str, seconds: float = 60.0, level: int = 1) -> int
             gpu_uuids=frozenset(gpus or ("a", "b")),
             level=level,
             aborts=False,
-            seconds=5.0,
+            timeout_seconds=5.0,
             answer_by=m.now + seconds,
         )
     )
@@ -279,7 +279,7 @@ def test_a_call_that_waits_is_told_that_the_opposite_was_ordered() -> None:
 def test_a_new_order_puts_woken_weights_to_sleep_again() -> None:
     m = _slept()
     m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(asleep=Sleep("t1", weights_awake=True))))
+    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(sleep=Sleep("t1", weights_awake=True))))
     assert _state(m, "r0")[1] == "for trainer t1, its weights awake"
     ticket = _sleep(m)
     assert _called(m, effects.CallSleep) == ["r0", "r1", "r0", "r1"]

@@ -64,7 +64,9 @@ def _beat(m: Machine, replica_id: str, dirty_reason: str = "") -> effects.Heartb
         ticket,
         replica_id,
         "i1",
-        ReplicaReport(vector=replica.vector, retained=(), dirty_reason=dirty_reason),
+        ReplicaReport(
+            version_vector=replica.vector, retained_base_versions=(), dirty_reason=dirty_reason
+        ),
     )
     m.do(beat)
     answer = m.answer(ticket)
@@ -246,7 +248,9 @@ def test_what_came_whole_is_committed_though_the_coordinator_died() -> None:
             next(m.ids),
             "r0",
             "i2",
-            ReplicaReport(vector=replica.vector, retained=(), dirty_reason=dirty),
+            ReplicaReport(
+                version_vector=replica.vector, retained_base_versions=(), dirty_reason=dirty
+            ),
             staged=staged,
         )
     )

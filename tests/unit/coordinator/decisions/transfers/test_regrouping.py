@@ -132,7 +132,9 @@ def test_a_lost_replica_is_no_target_until_it_is_heard_again() -> None:
     replica = m.state.replicas["r1"]
     assert explain_state(m.state, replica)[0] is ReplicaState.LOST
     assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r2"]
-    m.do(events.Heartbeat(0, "r1", replica.incarnation, ReplicaReport(vector=replica.vector)))
+    m.do(
+        events.Heartbeat(0, "r1", replica.incarnation, ReplicaReport(version_vector=replica.vector))
+    )
     assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r1", "r2"]
 
 

@@ -65,7 +65,11 @@ def test_a_suspect_is_routed_only_once_its_engine_takes_orders_and_serves_all() 
     assert [r.replica_id for r in routes(m.state)] == ["r0"]
     assert eligible_targets(m.state) == [], "what receives may hang on"
     replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(77, "r0", replica.incarnation, ReplicaReport(vector=replica.vector)))
+    m.do(
+        events.Heartbeat(
+            77, "r0", replica.incarnation, ReplicaReport(version_vector=replica.vector)
+        )
+    )
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.ready

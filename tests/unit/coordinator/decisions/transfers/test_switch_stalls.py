@@ -240,7 +240,9 @@ def test_one_that_is_lost_is_not_waited_for_either() -> None:
     m = _pool("r0", "r1")
     ticket, _ = _committing(m)
     m.pass_time(5.0, beats=False)
-    m.do(events.Heartbeat(0, "r1", "i1", ReplicaReport(vector=m.state.replicas["r1"].vector)))
+    m.do(
+        events.Heartbeat(0, "r1", "i1", ReplicaReport(version_vector=m.state.replicas["r1"].vector))
+    )
     m.pass_time(1.5, beats=False)
     assert m.transfer(ticket).refusals["r0"].reason == "PEER_GONE"
     assert m.transfer(ticket).served_by == {"r1"}

@@ -154,7 +154,11 @@ def test_a_lost_replica_aborts(phase: Phase) -> None:
     m, _, waiter = _pushing(phase)
     for _ in range(30):
         m.now += 0.25
-        m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector)))
+        m.do(
+            events.Heartbeat(
+                0, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
+            )
+        )
         m.do(events.RenewLease(0, "math", 1))
         m.do(events.Tick())
     assert m.error(waiter).metadata["member"] == "r1"

@@ -133,7 +133,7 @@ def test_one_that_serves_it_after_all_ends_the_wait() -> None:
     m.do(events.DiscardAnswered("r1", f"t{ticket}", "i1", vector))
     assert _state(m, "math@2") is VersionState.COMMITTED
     m.now += 2
-    m.do(events.Heartbeat(0, "r1", "i1", ReplicaReport(vector=vector)))
+    m.do(events.Heartbeat(0, "r1", "i1", ReplicaReport(version_vector=vector)))
     assert not m.state.unserved
     m.answer_discard(ticket, "r1")
     assert _state(m, "math@2") is VersionState.COMMITTED
@@ -268,7 +268,7 @@ def test_what_failed_may_be_given_up_and_its_staged_bytes_are_dropped() -> None:
     m.state = dataclasses.replace(m.state, history={})
     failed = {f"t{ticket}": m.record(PolicyVersion("math", 2))}
     vector = m.state.replicas["r0"].vector
-    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(vector=vector), staged=failed))
+    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(version_vector=vector), staged=failed))
     assert [call.transfer_id for call in m.found(effects.CallDiscard)] == [f"t{ticket}"]
     assert not m.state.transfers
 

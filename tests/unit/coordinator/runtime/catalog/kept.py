@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
@@ -27,7 +28,6 @@ from weft_rl.coordinator.decisions.state.effects import (
 from weft_rl.coordinator.decisions.state.pool import Lease, Policy, TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     BoundCheckpoint,
     ContentDigest,
     Failure,
@@ -51,7 +51,7 @@ def _record(policy: str, number: int, state: VersionState) -> VersionRecord:
         create_time=1763700000.25 + number,
         commit_time=1763700001.5 + number,
         content_digest=ContentDigest(1, b"\x00\xff digest", 256 * number),
-        adapter=None if policy == "base" else AdapterSpec(config, bytes(range(32)), "f00d", 1),
+        adapter=None if policy == "base" else AdapterSpec(config, "f00d", 1),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (
@@ -25,7 +26,6 @@ from weft_rl.coordinator.decisions.state.effects import (
 )
 from weft_rl.coordinator.decisions.state.pool import Policy
 from weft_rl.coordinator.decisions.state.values import (
-    AdapterSpec,
     ContentDigest,
     Failure,
     PolicyKind,
@@ -47,7 +47,7 @@ def _record(version: int, state: VersionState, policy: str = "math") -> VersionR
         create_time=1.5,
         commit_time=2.5,
         content_digest=ContentDigest(1, b"digest", 256),
-        adapter=AdapterSpec("{}", b"config", "base", 3),
+        adapter=AdapterSpec("{}", "base", 3),
         failure=Failure("DEADLINE", "late") if state is VersionState.ABORTED else None,
     )
 

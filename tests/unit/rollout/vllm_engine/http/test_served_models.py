@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.engine import AliasRefusals, UnservedPolicy
+from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -16,6 +16,7 @@ from weft_rl.contract.errors import (
     NotReadyError,
 )
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import AbsentPolicy
 
 
 class _Serving:
@@ -77,7 +78,7 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
         unknown = models.explain_unknown(name)
         assert (unknown.status, unknown.reason) == (404, "POLICY_UNKNOWN")
         assert unknown.message == f"The model `{name}` {known}"
-    models.absent = {"code": UnservedPolicy(3, "an operator forgot code")}
+    models.absent = {"code": AbsentPolicy("code", 3, "an operator forgot code")}
     for name, reason in (("code", "POLICY_UNKNOWN"), ("code@3", "VERSION_UNKNOWN")):
         gone = models.explain_unknown(name)
         assert gone is not None

@@ -291,7 +291,7 @@ def test_every_place_of_a_tensor_is_looked_at() -> None:
     ("change", "why"),
     [
         (lambda t: dataclasses.replace(t, dtype="F16"), "in another dtype"),
-        (lambda t: dataclasses.replace(t, shape=(1, *t.shape)), "in another"),
+        (lambda t: dataclasses.replace(t, dims=(1, *t.dims)), "in another"),
         (lambda t: dataclasses.replace(t, name="other"), "have no 'wire.embed.weight'"),
     ],
 )
