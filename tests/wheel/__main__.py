@@ -93,7 +93,7 @@ def build(work: Path) -> Path:
     files = release(source, tag, work / "release", shutil.which("helm", path=HELM_PATH))
     (wheel,) = (path for path in files if path.suffix == ".whl")
     notes = (work / "release" / f"weft-{__version__}.md").read_text()
-    assert notes.startswith("- ")
+    assert notes.startswith("The first release.")
     assert notes in dated
     return wheel
 
