@@ -174,6 +174,10 @@ class SimTrainer(Process):
             yield from self._outcome(push, None, None)
             return
         self.world.checks.sending(begun, digest)
+        if push.plan and not all(rank.alive for rank in self.others):
+            error = PeerUnavailableError("a rank ended while the push began", reason="RANK_GONE")
+            yield from self._give_up(push, error)
+            raise error
         sending = Sending(begun.transfer_id, layout, digest, push.deadline, push.plan)
         sender = self._sender_for(begun.group)
         ended = Future()

@@ -328,8 +328,11 @@ def forgive_own_sleep(change: Change, gap: float) -> None:
     change.state = replace(change.state, tick_at=change.now)
     stalls.forgive(change, gap)
     for replica in list(change.state.replicas.values()):
+        # A replica that reports its work keeps the silence that was seen before, or a coordinator
+        # that stops again and again would never give it up.
+        worked_at = replica.worked_at + gap if replica.work else change.now
         last_heard = replica.last_heard + gap
-        change.put_replica(replace(replica, last_heard=last_heard, worked_at=change.now))
+        change.put_replica(replace(replica, last_heard=last_heard, worked_at=worked_at))
     for policy in list(change.state.policies.values()):
         if policy.lease is not None:
             lease = replace(policy.lease, expires_at=policy.lease.expires_at + gap)

@@ -186,6 +186,16 @@ def test_a_replica_that_answers_its_probe_and_hangs_in_an_order_stays_suspect() 
     assert [r.replica_id for r in routes(m.state)] == ["r0", "r1"]
 
 
+def test_a_coordinator_that_stops_again_and_again_does_not_forgive_who_hangs_for_ever() -> None:
+    m = _hung()
+    hung_for = 0.0
+    while hung_for < 12.0:  # of which the coordinator sees as much
+        pass_stuck(m, "r0", "its engine, weft_spill", 2.0, since=hung_for)
+        hung_for += 2.0
+        m.now += 3.0
+    assert suspects_of(m) == ["r0"]
+
+
 def test_work_that_gets_on_may_take_its_time() -> None:
     m = _hung()
     m.works["r0"] = ReplicaWork("its engine, weft_apply_base", 0.5)
