@@ -291,6 +291,8 @@ class Run:
         self._check_served("the last round")
         for names in RANKS.values():
             for name in names:
+                if (code := pool.processes[name].poll()) is not None:
+                    raise WrongError(f"{name} has ended, {code}:\n{pool.processes[name].tail()}")
                 pool.processes[name].tell("end")
             for name in names:
                 if code := pool.processes[name].wait(_END_SECONDS):

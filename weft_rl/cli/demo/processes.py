@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -130,7 +131,8 @@ class Process(subprocess.Popen[str]):
                 self.wait()
         for stream in (self.stdin, self.stdout, self._log):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # it ended before it read all
+                    stream.close()
 
     def _read(self) -> None:
         assert self.stdout is not None
