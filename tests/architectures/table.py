@@ -28,14 +28,15 @@ def save(results: Results) -> None:
 
 def render(results: Results) -> str:
     """Return the rows of the page's table."""
-    heads = ("architecture", *STEPS, "vLLM", "in `make test`")
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    (release,) = {found["vllm"] for found in results.values()}
+    heads = ("architecture", *STEPS)
+    rows = [f"vLLM {release}.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for architecture in ARCHITECTURES:
         found = results.get(architecture.name)
         if found is not None:
             cells = [_cell(found.get(step, ""), architecture.bound) for step in STEPS]
-            test = f"[yes](../tests/e2e/{architecture.test[0]})" if architecture.test else ""
-            rows.append(f"| {' | '.join((architecture.name, *cells, found['vllm'], test))} |")
+            test = f" [¹](../tests/e2e/{architecture.test[0]})" if architecture.test else ""
+            rows.append(f"| {architecture.name}{test} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -274,7 +274,7 @@ def test_every_benchmark_is_cited_or_belongs_to_one_that_is() -> None:
     folder = ROOT / "benchmarks"
     sources = {path.stem: path.read_text() for path in folder.glob("*.py")}
     said = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    said += (ROOT / "Makefile").read_text()
+    said += (folder / "README.md").read_text() + (ROOT / "Makefile").read_text()
     reached: set[str] = set()
     while found := {n for n in sources if re.search(rf"benchmarks\.{n}\b", said)} - reached:
         reached |= found

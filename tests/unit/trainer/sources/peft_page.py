@@ -13,21 +13,18 @@ from tests.unit.trainer.sources.peft_cases import Case, Verdict, methods, settin
 
 PAGE = Path(__file__).parents[4] / "docs" / "peft.md"
 _MARK = "<!-- written by `python -m tests.unit.trainer.sources.peft_page` -->"
-_PATH = re.compile(r"^(base_model\.model\.[\w.]+:? |[\w.]+\.\w+: )")
-_SETTING = re.compile(r"^\w+=(\{.*\}|\[.*\]|'[^']*'|\w+): ")
-_LONGEST = 90
 
 
 def page(text: str, found: Mapping[str, Mapping[str, Verdict]]) -> str:
     """The page with the tables of these verdicts, by section."""
     head = text.partition(_MARK)[0]
     parts = [f"{head}{_MARK}\n\nPEFT {peft.__version__}."]
-    parts += ["## Methods", *_methods(found["methods"])]
+    parts += ["## Methods", _table("method", found["methods"])]
     for title, section in (
         ("Settings of LoraConfig", "settings"),
         ("What a live model holds", "states"),
     ):
-        parts += [f"## {title}", _table(found[section])]
+        parts += [f"## {title}", _table("on", found[section])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -38,39 +35,19 @@ def version(text: str) -> str:
     return match[1]
 
 
-def _methods(found: Mapping[str, Verdict]) -> list[str]:
-    groups: dict[tuple[bool, bool], list[str]] = {}
-    for name, each in found.items():
-        key = each.adapter == "equal", each.merged == "equal"
-        groups.setdefault(key, []).append(name)
-    rows = [
-        f"| {', '.join(names)} | {_cell(adapter)} | {_cell(merged)} |"
-        for (adapter, merged), names in groups.items()
-    ]
-    return ["\n".join(["| method | `push_adapter` | `push_merged` |", "|---|---|---|", *rows])]
-
-
-def _cell(is_equal: bool) -> str:
-    return "equal" if is_equal else "refused, by its name"
-
-
-def _table(found: Mapping[str, Verdict]) -> str:
-    lines = ["| on | `push_adapter` | `push_merged` |", "|---|---|---|"]
+def _table(head: str, found: Mapping[str, Verdict]) -> str:
+    """Return a table with one row for all names of one kind of verdict."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, each in found.items():
         shown = name.replace("|", "\\|")
         shown = f"`{shown}`" if "=" in name else shown
-        lines.append(f"| {shown} | {short(each.adapter)} | {short(each.merged)} |")
-    return "\n".join(lines)
+        groups.setdefault((_kind(each.adapter), _kind(each.merged)), []).append(shown)
+    rows = [f"| {'; '.join(names)} | {' | '.join(said)} |" for said, names in groups.items()]
+    return "\n".join([f"| {head} | `push_adapter` | `push_merged` |", "|---|---|---|", *rows])
 
 
-def short(said: str) -> str:
-    """A verdict in a few words."""
-    reason, _, why = said.partition(": ")
-    if reason not in ("INVALID_ADAPTER", "UNSUPPORTED"):
-        return said
-    why = _PATH.sub("", _SETTING.sub("", why))
-    why = re.split(r"[:;] ", why)[0].replace("|", "\\|")
-    return f"refused: {why if len(why) <= _LONGEST else why[:_LONGEST].rpartition(' ')[0] + ' ...'}"
+def _kind(said: str) -> str:
+    return "refused" if said.startswith(("INVALID_ADAPTER", "UNSUPPORTED")) else said
 
 
 def verdicts(cases: Iterable[Case]) -> dict[str, Verdict]:
