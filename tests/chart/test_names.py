@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from tests.chart.golden import COMMON_LABELS
 from tests.chart.rendering import PROFILES, containers, render
+from weft_rl import __version__
 
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?")
@@ -73,6 +75,15 @@ def test_objects_are_named_once_and_are_in_the_releases_namespace(profile):
     resources = render(profile).resources
     assert len(names(resources)) == len(resources)
     assert {r["metadata"]["namespace"] for r in resources} == {"rl"}
+    own = [r for r in resources if "labels" in r["metadata"]]
+    extra = {"TLSRoute", "ConfigMap"} if profile == "everything" else set()  # its extraObjects
+    assert {r["kind"] for r in resources if r not in own} == extra
+    for resource in own:
+        labels = {key: resource["metadata"]["labels"][key] for key in COMMON_LABELS}
+        assert labels.pop("helm.sh/chart") == f"weft-{__version__}"
+        pool = "pool-a" if profile == "everything" else "weft"
+        assert [*labels.values()].count(pool) == (1 if profile == "everything" else 3)
+        assert {*labels.values()} == {"Helm", __version__, "weft", pool}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -123,62 +134,3 @@ def test_choices_are_those_that_the_server_knows(profile):
     for resource in render(profile).resources:
         look(resource.get("spec"))
     assert len(seen) >= 6
-
-
-#: What is there before a release, by profile: each is named by a value.
-NAMED_BY_VALUES = {
-    "cpu": set(),
-    "gpu": set(),
-    "tokens": {
-        ("PersistentVolumeClaim", "models"),
-        ("Secret", "coordinator-tls"),
-        ("Secret", "coordinator-token"),
-        ("Secret", "replicas-tls"),
-        ("Secret", "replicas-token"),
-        ("Secret", "test-tls"),
-        ("Secret", "test-token"),
-    },
-    "gateway": {
-        ("Secret", "coordinator-token"),
-        ("Secret", "replicas-token"),
-        ("Secret", "test-token"),
-    },
-    "everything": {
-        ("ConfigMap", "ca-bundle"),
-        ("ConfigMap", "chat-templates"),
-        ("ConfigMap", "more"),
-        ("PersistentVolumeClaim", "catalog"),
-        ("PersistentVolumeClaim", "downloads"),
-        ("PersistentVolumeClaim", "spill"),
-        ("Secret", "api-key"),
-        ("Secret", "bucket"),
-        ("Secret", "hugging-face"),
-    },
-}
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_what_pods_refer_to_is_made_or_named_by_a_value(profile):
-    rendered = render(profile)
-    made = names(rendered.resources)
-    made |= {("Secret", c["spec"]["secretName"]) for c in rendered.all("Certificate")}
-    referred = set()
-    for _, pod in rendered.pods():
-        for volume in pod["spec"]["volumes"]:
-            if "configMap" in volume:
-                referred.add(("ConfigMap", volume["configMap"]["name"]))
-            if "secret" in volume:
-                referred.add(("Secret", volume["secret"]["secretName"]))
-            if "persistentVolumeClaim" in volume:
-                referred.add(
-                    ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
-                )
-        for container in containers(pod["spec"]):
-            for variable in container.get("env", []):
-                if "secretKeyRef" in variable.get("valueFrom", {}):
-                    referred.add(("Secret", variable["valueFrom"]["secretKeyRef"]["name"]))
-            for source in container.get("envFrom", []):
-                for key, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
-                    if key in source:
-                        referred.add((kind, source[key]["name"]))
-    assert referred - made == NAMED_BY_VALUES[profile]

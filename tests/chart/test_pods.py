@@ -33,8 +33,6 @@ from tests.chart.rendering import (
 from weft_rl import __version__
 from weft_rl.cli.doctor import _SHM_BYTES as SHM_BYTES
 
-VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-
 
 @pytest.fixture(params=PROFILES)
 def rendered(request):
@@ -74,32 +72,6 @@ def test_every_pod_is_what_the_restricted_level_asks(rendered):
             added = context["capabilities"].get("add", [])
             rdma = "rdma" in str(container["resources"]) and name.endswith("-replicas")
             assert added == (["IPC_LOCK"] if rdma else [])
-
-
-def test_ipc_lock_is_left_out_where_the_runtime_needs_none():
-    rendered = render("everything", "replicas.rdma.ipcLock=false")
-    assert "add" not in replica(rendered)["securityContext"]["capabilities"]
-    assert replica(rendered)["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
-
-
-def test_no_pod_speaks_to_the_api_server(rendered):
-    accounts = {account["metadata"]["name"] for account in rendered.all("ServiceAccount")}
-    for account in rendered.all("ServiceAccount"):
-        assert account["automountServiceAccountToken"] is False
-    for _, pod in rendered.pods():
-        assert pod["spec"]["automountServiceAccountToken"] is False
-        assert pod["spec"]["serviceAccountName"] in (accounts or {"mine"})
-        # Else a Service's name would become a variable that looks like an option of Weft's.
-        assert pod["spec"]["enableServiceLinks"] is False
-
-
-def test_every_container_says_what_it_takes(rendered):
-    for _, pod in rendered.pods():
-        for container in containers(pod["spec"]):
-            resources = container["resources"]
-            assert resources["limits"]["memory"]
-            assert resources["requests"]["memory"]
-            assert resources["requests"]["cpu"]
 
 
 def test_what_is_mounted_is_there_and_what_is_there_is_mounted(rendered):
@@ -159,15 +131,6 @@ def test_selectors_choose_their_own_pods(rendered):
             assert chosen == [resource["metadata"]["name"]]
 
 
-def test_an_upgrade_of_the_chart_alone_restarts_no_pod(rendered):
-    for name, pod in rendered.pods():
-        if not name.endswith("-test"):
-            assert "helm.sh/chart" not in pod["metadata"]["labels"]
-            assert "app.kubernetes.io/version" not in pod["metadata"]["labels"]
-    for template in rendered.of("StatefulSet")["spec"].get("volumeClaimTemplates", []):
-        assert "helm.sh/chart" not in template["metadata"]["labels"]
-
-
 @pytest.mark.parametrize("pinned", ["tag=v1", "digest=sha256:" + 64 * "a", ""])
 def test_a_pod_of_another_chart_is_the_same_if_its_image_is_pinned(pinned, tmp_path):
     newer = shutil.copytree(CHART, tmp_path / "weft")
@@ -183,19 +146,6 @@ def test_a_pod_of_another_chart_is_the_same_if_its_image_is_pinned(pinned, tmp_p
         assert (pods[0] == pods[1]) == bool(pinned)
 
 
-def test_images_are_named_by_digest_where_one_is_given():
-    rendered = render("everything")
-    assert coordinator(rendered)["image"] == (
-        "weft-coordinator@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
-    )
-    assert replica(rendered)["image"] == "weft-replica-cuda:v1.2"
-    assert replica(rendered)["imagePullPolicy"] == "Always"
-    assert rendered.container("-test")["image"] == "weft-replica-cuda:v1.2"
-    for repository in ("coordinator.image.repository=", "coordinator.image.tag="):
-        image = coordinator(render("cpu", repository))["image"]
-        assert image == f"weft-coordinator:{__version__}"
-
-
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_the_default_image_is_one_that_the_dockerfiles_make(gpus):
     rendered = render("gateway", f"replicas.gpus={gpus}")
@@ -205,73 +155,6 @@ def test_the_default_image_is_one_that_the_dockerfiles_make(gpus):
         dockerfile = f"{repository.removeprefix('weft-')}.Dockerfile"
         assert (ROOT / "helm/images" / dockerfile).is_file()
         assert ("cuda" in repository) == bool(gpus)
-
-
-# -- replicas ---------------------------------------------------------------------------
-
-
-def test_a_replica_is_a_pod_of_a_stateful_set_with_a_name_of_its_own(rendered):
-    stateful = rendered.of("StatefulSet")
-    spec, service = stateful["spec"], rendered.of("Service", "-replicas")
-    assert spec["podManagementPolicy"] == "Parallel"
-    assert spec["serviceName"] == service["metadata"]["name"]
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    clients = rendered.of("Service", "-openai")["spec"]
-    assert "publishNotReadyAddresses" not in clients
-    assert clients["selector"] == service["spec"]["selector"]
-    domain = (
-        "corp.example" if stateful["metadata"]["name"].startswith("pool-a") else "cluster.local"
-    )
-    host = f"$(POD_NAME).{service['metadata']['name']}.{NAMESPACE}.svc.{domain}"
-    options = args(replica(rendered))
-    assert options["--advertise-host"] == host
-    assert options["--http-url"].partition("://")[2] == f"{host}:8000"
-    assert options["--replica-id"] == "$(POD_NAME)"
-    coordinators = rendered.of("Service", "-coordinator")["metadata"]["name"]
-    assert options["--coordinator"] == f"{coordinators}.{NAMESPACE}.svc.{domain}:50051"
-
-
-def test_probes_mean_what_they_say(rendered):
-    container = replica(rendered)
-    startup = container["startupProbe"]
-    assert startup["periodSeconds"] == 10
-    assert startup["failureThreshold"] >= 180
-    # The process, and nothing that a restart would not mend.
-    assert "service" not in container["startupProbe"]["grpc"]
-    assert "service" not in container["livenessProbe"]["grpc"]
-    ready = container["readinessProbe"]["grpc"]["service"]
-    assert f'READY_SERVICE = "{ready}"' in (ROOT / "rollout_side/service/main.py").read_text()
-
-
-def test_a_pod_that_ends_has_time_for_the_longest_transfer(rendered):
-    spec, container = rendered.pod("-replicas"), replica(rendered)
-    notice = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    drain = int(args(container)["--drain-seconds"])
-    assert notice >= 1
-    assert drain >= int(args(coordinator(rendered))["--max-transfer-seconds"])
-    assert spec["terminationGracePeriodSeconds"] == notice + drain + 20
-
-
-def test_an_eviction_waits_for_ready_replicas_only(rendered):
-    (budget,) = rendered.all("PodDisruptionBudget")
-    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
-    assert budget["spec"]["maxUnavailable"]
-
-
-def test_the_memory_limit_is_the_sum_of_what_a_replica_may_take():
-    limits = replica(render("cpu"))["resources"]["limits"]
-    assert limits["memory"] == f"{3 * 1024 + 3 * 128 + 256}Mi"
-    options = args(replica(render("cpu")))
-    assert options["--staging-memory-gib"] == "0.25"
-    assert options["--adapter-memory-gib"] == "0.125"
-    shm = next(v for v in render("cpu").pod("-replicas")["volumes"] if v["name"] == "shm")
-    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
-    # On the device: not of the host's memory, but for what is read from the spill directory.
-    with_spill = replica(render("gpu", "replicas.staging=device"))["resources"]["limits"]
-    assert with_spill["memory"] == f"{(24 + 4 + 2 + 16) * 1024}Mi"
-    without = replica(render("gpu", "replicas.staging=device", "replicas.spill.kind=none"))
-    assert without["resources"]["limits"]["memory"] == f"{(24 + 4 + 2) * 1024}Mi"
 
 
 @pytest.mark.parametrize(
@@ -302,32 +185,6 @@ def test_less_shared_memory_than_vllm_checks_is_refused(sets, least):
     if least > 1:
         with pytest.raises(RefusedError, match=f"does not start with less than {least} in /dev/sh"):
             shm(least - 1)
-
-
-def test_one_that_may_sleep_is_told_so_and_has_room_for_its_weights():
-    assert "--enable-sleep" not in args(replica(render("gpu")))
-    values = ("replicas.staging=device", "replicas.spill.kind=none", "replicas.enableSleep=true")
-    sleeper = replica(render("gpu", *values))
-    assert "--enable-sleep" in sleeper["args"]
-    assert sleeper["resources"]["limits"]["memory"] == f"{(24 + 4 + 2 + 16) * 1024}Mi"
-
-
-def test_a_limit_that_is_given_is_kept_and_is_the_request_too():
-    resources = replica(render("everything"))["resources"]
-    assert resources["limits"]["memory"] == resources["requests"]["memory"] == "512Gi"
-    assert resources["limits"]["nvidia.com/gpu"] == 8
-    assert resources["requests"]["ephemeral-storage"] == "10Gi"
-
-
-def test_an_autoscaler_alone_says_how_many():
-    rendered = render("everything")
-    assert "replicas" not in rendered.of("StatefulSet")["spec"]
-    scaler = rendered.of("HorizontalPodAutoscaler")["spec"]
-    target = scaler["scaleTargetRef"]
-    assert (target["kind"], target["name"]) == ("StatefulSet", "pool-a-replicas")
-    fixed = render("gpu")
-    assert fixed.of("StatefulSet")["spec"]["replicas"] == 4
-    assert fixed.all("HorizontalPodAutoscaler") == []
 
 
 @contextmanager
@@ -413,89 +270,13 @@ def test_turning_the_autoscaler_on_stops_no_replica(live, tmp_path):
         assert "replicas" not in first.of("StatefulSet")["spec"]
 
 
-def test_replicas_spread_by_their_own_labels():
-    rendered = render("gpu")
-    labels = rendered.of("StatefulSet")["spec"]["template"]["metadata"]["labels"].items()
-    spread = rendered.pod("-replicas")["topologySpreadConstraints"]
-    assert [s["topologyKey"] for s in spread] == [
-        "topology.kubernetes.io/zone",
-        "kubernetes.io/hostname",
-    ]
-    for constraint in spread:
-        assert constraint["labelSelector"]["matchLabels"].items() <= labels
-
-
-def test_the_spill_directory_is_a_volume_larger_than_what_is_put_there():
-    spec = render("gpu").of("StatefulSet")["spec"]
-    (claim,) = spec["volumeClaimTemplates"]
-    assert args(replica(render("gpu")))["--spill-gib"] == "100"
-    assert claim["spec"]["resources"]["requests"]["storage"] == f"{110 * 1024}Mi"
-    assert spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Retain"
-    shared = render("everything").pod("-replicas")["volumes"]
-    assert {"name": "spill", "persistentVolumeClaim": {"claimName": "spill"}} in shared
-    assert "--spill-dir" not in args(replica(render("cpu")))
-
-
-def test_the_engine_gets_its_own_arguments_after_the_model():
-    def engine(profile, *sets):
-        own = replica(render(profile, *sets))["args"]
-        return own[own.index("--") + 1 :]
-
-    assert engine("cpu")[:3] == ["/models/tiny", "--enable-lora", "--max-lora-rank=8"]
-    assert engine("tokens") == ["/models/qwen"]
-    everything = engine("everything")
-    assert everything[0] == "Qwen/Qwen3-8B"
-    assert "--tensor-parallel-size=8" in everything
-    assert "--ssl-certfile=/etc/weft/tls/tls.crt" in everything
-    assert '--override-generation-config={"temperature": 0.5}' in everything
-
-
-def test_a_large_user_id_is_written_in_digits():
-    context = render("everything").pod("-coordinator")["securityContext"]
-    assert context["runAsUser"] == context["fsGroup"] == 1000650000
-
-
-# -- the coordinator --------------------------------------------------------------------
-
-
-def test_there_is_one_coordinator_whose_catalog_outlives_it():
-    rendered = render("gpu")
-    spec = rendered.of("Deployment")["spec"]
-    assert spec["replicas"] == 1
-    assert spec["strategy"] == {"type": "Recreate"}
-    claim = rendered.of("PersistentVolumeClaim")  # of a profile that keeps it
-    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
-    volumes = {v["name"]: v for v in spec["template"]["spec"]["volumes"]}
-    assert volumes["catalog"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    mounts = {m["name"]: m["mountPath"] for m in coordinator(rendered)["volumeMounts"]}
-    assert args(coordinator(rendered))["--catalog"].startswith(f"{mounts['catalog']}/")
-    assert render("everything").all("PersistentVolumeClaim") == []
-    lost = {v["name"]: v for v in render("tokens").pod("-coordinator")["volumes"]}
-    assert "emptyDir" in lost["catalog"]
-
-
-def test_nothing_is_left_when_the_release_goes_unless_that_is_asked_for():
-    """Helm removes what it made but for what it is told to keep, and for hooks."""
-    for profile in PROFILES:
-        rendered = render(profile)
-        kept = profile == "gpu"
-        retained = {"gpu": ["weft-catalog"], "gateway": ["weft-cache"]}.get(profile, [])
-        for resource in rendered.resources:
-            annotations = resource["metadata"].get("annotations", {})
-            policy = annotations.get("helm.sh/resource-policy")
-            is_retained = resource["metadata"]["name"] in retained
-            assert policy == ("keep" if is_retained else None)
-            assert not is_retained or resource["kind"] == "PersistentVolumeClaim"
-            if "helm.sh/hook" in annotations:
-                assert "hook-succeeded" in annotations["helm.sh/hook-delete-policy"]
-        spec = rendered.of("StatefulSet")["spec"]
-        if spec.get("volumeClaimTemplates"):
-            policy = spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"]
-            assert policy == ("Retain" if kept else "Delete")
-    spilled = render("gpu", "replicas.spill.whenDeleted=Delete").of("StatefulSet")["spec"]
-    assert spilled["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Delete"
-    assert VALUES["replicas"]["spill"]["whenDeleted"] == "Delete"
-    assert VALUES["coordinator"]["catalog"]["whenDeleted"] == "Delete"
+def test_probes_of_readiness_name_what_the_servers_serve(rendered):
+    for server, source in (
+        ("-coordinator", "weft_rl/coordinator/server.py"),
+        ("-replicas", "rollout_side/service/main.py"),
+    ):
+        ready = rendered.container(server)["readinessProbe"]["grpc"]["service"]
+        assert f'"{ready}"' in (ROOT / source).read_text()
 
 
 def test_the_documentation_says_what_is_left_when_the_release_goes():
@@ -503,27 +284,6 @@ def test_the_documentation_says_what_is_left_when_the_release_goes():
     assert render("gpu").all("Secret") == []  # none is Helm's to remove
     end = (ROOT / "docs/helm.md").read_text().partition("- **The end**")[2].partition("\n\n")[0]
     assert "Secrets that cert-manager made" in end
-
-
-def test_the_coordinators_probes_name_what_it_serves(rendered):
-    container = coordinator(rendered)
-    assert "service" not in container["livenessProbe"]["grpc"]
-    ready = container["readinessProbe"]["grpc"]["service"]
-    assert f'"{ready}"' in (ROOT / "weft_rl/coordinator/server.py").read_text()
-
-
-def test_the_tests_pod_is_a_hook_and_nothing_else_is():
-    rendered = render("cpu")
-    hooks = [
-        r for r in rendered.resources if "helm.sh/hook" in r["metadata"].get("annotations", {})
-    ]
-    assert [hook["kind"] for hook in hooks] == ["Pod"]
-    assert hooks[0]["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    assert hooks[0]["spec"]["restartPolicy"] == "Never"
-    program = (CHART / "files/push_and_ask.py").read_text()
-    assert rendered.of("ConfigMap", "-test")["data"]["push_and_ask.py"] == program
-    without = render("cpu", "tests.enabled=false")
-    assert without.all("Pod") == without.all("ConfigMap") == []
 
 
 def test_the_tests_time_is_of_all_that_it_does(monkeypatch):
@@ -575,19 +335,6 @@ def test_the_test_asks_again_where_an_answer_is_cut_off(failure, monkeypatch):
     answers.append(failure)
     with pytest.raises(SystemExit, match=f"http://a does not answer: {re.escape(str(failure))}"):
         openai.call("/v1/completions", {}, until=0)
-
-
-def test_the_tiny_model_is_made_in_every_pod_that_reads_it():
-    rendered = render("cpu", "model.resources.limits.memory=1Gi")
-    for name in ("-replicas", "-test"):
-        spec = rendered.pod(name)
-        (init,) = spec["initContainers"]
-        assert init["resources"]["limits"] == {"memory": "1Gi"}
-        assert 'make_model(Path("/models/tiny"))' in init["command"][-1]
-        assert {"name": "models", "mountPath": "/models", "readOnly": True} in spec["containers"][
-            0
-        ]["volumeMounts"]
-    assert "initContainers" not in render("gpu").pod("-replicas")
 
 
 def test_a_laptop_that_is_said_to_be_enough_is():
