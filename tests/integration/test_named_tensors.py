@@ -216,7 +216,7 @@ def test_a_checkpoint_is_pushed_with_its_draft_from_the_shell(
     )
     refused = push("math")
     assert isinstance(refused.exception, InvalidRequestError)
-    assert "--draft is of --policy base" in str(refused.exception)
+    assert "--draft needs --policy base" in str(refused.exception)
 
 
 def test_a_draft_is_refused_where_no_replica_takes_one(

@@ -95,7 +95,7 @@ def test_push_and_status_from_the_shell(pool, tmp_path):
         (["push", "--policy", "a@b", "."], "cannot name a policy"),
         (["push", "--policy", "math", "/nowhere"], "does not exist"),
         (["push", "--policy", "math", "."], "adapter_config.json"),
-        (["push", "--policy", "math", "--draft", ".", "."], "--draft is of --policy base"),
+        (["push", "--policy", "math", "--draft", ".", "."], "--draft needs --policy base"),
         (["push", "--policy", "base", "--draft", "/nowhere", "."], "/nowhere does not exist"),
         (["push", "--policy", "math", "--require", "none", "."], "--require"),
         (["coordinator", "--listen", "nonsense"], "nonsense"),

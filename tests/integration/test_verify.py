@@ -152,7 +152,7 @@ def test_answers_of_another_model_are_told_apart(
     publisher.push_base(Model(5))
     _, found = facts(pool, path, "base")  # the double's tokens are beyond every vocabulary
     for replica in found["parts"][0]["replicas"]:
-        assert replica["parity_error"].endswith("is none of the 256 of the model here")
+        assert replica["parity_error"].endswith("is beyond the 256 of the local model")
     monkeypatch.setattr(answers, "token", lambda base, adapter, index, position: position + 9)
     _, found = facts(pool, path, "base", "--prompt", "ab", "--prompt", "c")
     for replica in found["parts"][0]["replicas"]:

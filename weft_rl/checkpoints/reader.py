@@ -100,9 +100,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...]
         first, end = map(int, entry["data_offsets"])
         found = name, str(entry["dtype"]), tuple(map(int, entry["shape"])), first, end
     except (KeyError, TypeError, ValueError):
-        raise InvalidRequestError(f"{path} describes {name[:80]!r} wrongly") from None
+        raise InvalidRequestError(f"{path} has an invalid entry for {name[:80]!r}") from None
     if not 0 <= first <= end:
-        raise InvalidRequestError(f"{path} describes {name[:80]!r} wrongly")
+        raise InvalidRequestError(f"{path} has an invalid entry for {name[:80]!r}")
     return found
 
 
@@ -249,7 +249,7 @@ class CheckpointReader:
         silent_seconds = time.monotonic() - self._stop.asked_at
         if self._checkpoint == READING and silent_seconds >= SILENT_SECONDS:
             return not_compared(
-                f"its files do not answer: the disk gave nothing for {SILENT_SECONDS:g} s"
+                f"its files cannot be read: the disk has not answered for {SILENT_SECONDS:g} s"
             )
         return self._checkpoint
 
@@ -282,7 +282,7 @@ class CheckpointReader:
             self._tensors = tuple(chain.from_iterable(tensors.values()))
             found = _checkpoint_of(tensors)
             _log.info(
-                "checkpoint %s of %d files, %d bytes, known in %.3f s",
+                "digested checkpoint %s: %d files, %d bytes in %.3f s",
                 found.digest.hex()[:12],
                 len(files),
                 self.total_bytes,
@@ -291,7 +291,7 @@ class CheckpointReader:
         except LookupError as why:
             found = not_compared(str(why.args[0]) if why.args else "no files")
         except DigestCancelledError:
-            found = not_compared("its reading was stopped")
+            found = not_compared("reading was stopped")
         except Exception as error:  # noqa: BLE001 (whatever is wrong with files, serving continues)
             _log.warning("the checkpoint cannot be compared: %s", error)
             found = not_compared(f"its files cannot be read: {error}"[:500])

@@ -470,10 +470,10 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
 
 
 def _check_sockets() -> Finding:
-    """Check the directory of sockets by which processes of one host connect; creates nothing."""
+    """Check the directory of one-sided sockets, without creating it."""
     check, advice = "one_sided_dir", (
-        f"without it weights go over gloo that memory could share: give the user of trainers and "
-        f"replicas a directory of its own (chmod 700), and name it to both by {DIRECTORY_VARIABLE}"
+        f"without it weights go over gloo, not shared memory: give the user of trainers and "
+        f"replicas a directory of its own (chmod 700), which {DIRECTORY_VARIABLE} names to both"
     )  # fmt: skip
     try:
         path = named_directory()

@@ -37,7 +37,6 @@ _DIGEST_CHARS = 12
 
 
 def _pages(call: Callable[..., Any], request: Any) -> Iterator[Any]:
-    """Yield the responses of a paged listing."""
     while True:
         page = call(request, timeout=CALL_SECONDS)
         yield page
@@ -259,7 +258,6 @@ def _follow_events(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]
 
 
 def _say(text: str) -> None:
-    """Print to standard error: standard output holds events alone, for programs."""
     print(f"weft watch: {text}", file=sys.stderr, flush=True)
 
 

@@ -252,12 +252,7 @@ def _wait_gone(
     before: inspect_pb2.Replica | None,
     until: float,
 ) -> None:
-    """Wait until the replica's process, that of ``before``, is no longer in the pool.
-
-    Raises:
-        PeerUnavailableError: The replica no longer sends heartbeats.
-        TransferTimeoutError: It has not left in time.
-    """
+    """Wait until the process of ``before`` has left the pool, or raise why it has not."""
     while (found := _find(stub, replica_id)) is not None:
         if before and found.address != before.address:
             return  # another process has its name already

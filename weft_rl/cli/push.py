@@ -92,7 +92,7 @@ def push(
             raise InvalidRequestError(f"{given} does not exist")
     if draft is not None and policy != BASE_POLICY:
         raise InvalidRequestError(
-            f"--draft is of --policy {BASE_POLICY}: a model that drafts tokens comes with a base"
+            f"--draft needs --policy {BASE_POLICY}: a draft model is pushed with a base"
         )
     from trainer_side import Publisher, PushOptions
 

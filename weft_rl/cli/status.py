@@ -102,7 +102,7 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
 
 
 def _problems(pool: pb.GetPoolResponse) -> list[Text]:
-    """List what is wrong now, as the coordinator says it."""
+    """List the problems that the coordinator reports."""
     mild = [one.severity == pb.PROBLEM_SEVERITY_WARNING for one in pool.problems]
     found = [
         Text(one.message, "yellow" if is_mild else "red")
@@ -116,7 +116,7 @@ def _problems(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _told_of(pool: pb.GetPoolResponse, kind: Literal["replica_id", "policy"]) -> dict[str, str]:
-    """Return what problems say, by replica or by policy."""
+    """Return the texts of problems, by replica or by policy."""
     told = dict[str, str]()
     for one in pool.problems:
         name = getattr(one, kind)
@@ -172,8 +172,7 @@ def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
 
 
 def _serves(of: pb.Replica, pool: types_pb2.VersionVector) -> str:
-    """Format the versions by which a replica differs from the pool; most replicas serve what it
-    does."""
+    """Format the versions by which a replica differs from the pool."""
     replica = of.version_vector
     if of.report.dirty_reason:
         return "mixed weights"
@@ -244,7 +243,7 @@ def _more(number: int) -> str:
 
 
 def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
-    """Explain why a replica's base@0 could not be compared with that of the others, if so."""
+    """Explain why a replica's base@0 was not compared; empty if it was."""
     known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
     if known or pool.version_vector.base or replica.version_vector.base:
         return ""
@@ -252,7 +251,7 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
 
 
 def stale_draft(replica: pb.Replica) -> str:
-    """Tell of a replica whose model of drafts is not of the base that it serves."""
+    """Describe a replica whose draft model was not pushed with its base; empty for others."""
     method, version = replica.capabilities.draft_method, replica.report.draft_version
     if not method or replica.version_vector.base == version:
         return ""
@@ -283,8 +282,7 @@ def _has_policies(pool: pb.GetPoolResponse) -> bool:
 
 
 def _policies(pool: pb.GetPoolResponse) -> FittedTable:
-    """Make the table of the policies that ever had a version. Of many, those that need an operator
-    come first, then those that a trainer owns."""
+    """Make the table of policies: first those that need an operator, then those with an owner."""
     policies = [policy for policy in pool.policies if policy.last_version]
     unlisted = max(0, pool.num_policies - len(pool.policies))
     if more := len(policies) + unlisted - min(len(policies), _MAX_POLICIES):
@@ -323,7 +321,7 @@ def _kept(policy: pb.Policy) -> str:
 
 
 def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
-    """Format the version that the bare name stands for, and remarks on it."""
+    """Format the version behind the bare name, and remarks on it."""
     is_base = policy.kind == types_pb2.POLICY_KIND_BASE and bool(pool.base_fingerprint)
     served = "nothing yet"
     if policy.served_version or is_base:
@@ -339,7 +337,7 @@ def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
 
 
 def _missing_text(policy: pb.Policy) -> str:
-    """Say that no replica holds what a policy serves, and what to do; empty if one does."""
+    """Describe a policy whose served version no replica holds; empty if one does."""
     name = policy.policy
     if policy.lost:
         is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER

@@ -114,8 +114,7 @@ class TrainedBase:
 
 
 def _layer(module: str) -> tuple[str, str]:
-    """Return the names of the stack of layers and of the layer that hold a module; empty if none
-    do."""
+    """Return the names of the layer stack and of the layer of a module; empty if none."""
     number = _NUMBER.search(module)
     return (module[: number.start()], module[: number.end()]) if number else ("", "")
 
@@ -210,7 +209,7 @@ def _check_stacked(
 def _module_of(
     given: str, pair: Mapping[str, TensorMeta], reference: Reference
 ) -> LinearModule | None:
-    """Return the module that an adapter calls so; None if there is none."""
+    """Return the base's module of an adapter's name; None if there is none."""
     found = reference.modules_by_name.get(given, ())
     if len(found) > 1:
         raise _refused(
@@ -245,8 +244,7 @@ def _is_unapplied(module: str, capabilities: Capabilities) -> bool:
 
 
 def _why_not_there(module: str, reference: Reference) -> str:
-    """Say why a reference lacks a module; it lists no output layer whose weight is the
-    embedding's."""
+    """Explain why a reference lacks a module: it lists no output layer tied to the embedding."""
     if weight := reference.by_name.get(f"{module}.weight"):
         return f"is for a weight of shape ({shape_text(weight.shape)}); a 2-D weight is needed"
     if is_output_layer(module):
@@ -294,8 +292,7 @@ def _check_rank(
 def _check_experts(
     pairs: Mapping[str, _LoraEntry], reference: Reference, capabilities: Capabilities
 ) -> None:
-    """Refuse experts that are not given whole: vLLM fills what is absent with zeros or fails
-    late."""
+    """Refuse incomplete experts: vLLM fills what is absent with zeros or fails late."""
     stacks = [m for m in pairs if stacked_experts.is_stack(m)]
     single = [m for m in pairs if ".experts." in m and m not in stacks]
     of_experts = stacks + single
@@ -310,8 +307,8 @@ def _check_experts(
         experts = f"{layer}.experts"
         if experts in stacks:
             raise InvalidAdapterError(
-                f"the adapter is for {experts!r}, all at once, and for "
-                f"{next(m for m in single if m.startswith(experts))!r}: give either",
+                f"the adapter targets the stacked {experts!r} and the single "
+                f"{next(m for m in single if m.startswith(experts))!r}: target only one form",
                 metadata={"parameter": experts},
             )
         expected = [module.name for module in reference.modules_by_experts.get(experts, ())]

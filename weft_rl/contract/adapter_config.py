@@ -77,7 +77,6 @@ class AdapterSpec:
     """Version of the base that it was trained on; None if nobody knows."""
 
     def __post_init__(self) -> None:
-        """Check the length of the config."""
         if len(self.config_json.encode()) > MAX_CONFIG_BYTES:
             raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
 
@@ -209,8 +208,9 @@ def _needs_names(setting: str, given: str, wanted: str) -> InvalidAdapterError:
 
 
 def named_value(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value for a module: of the first name that is the module's, or that it ends with
-    from a "." on. PEFT's rule, for names; O(components of the name).
+    """Return the value of a module: of the first pattern that equals its name or a dotted suffix.
+
+    That is PEFT's rule for names; O(components of the name).
 
     Source: peft.utils.other.get_pattern_key.
     """
@@ -263,11 +263,7 @@ _TYPES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
-    """Refuse a setting that is of no type PEFT gives it.
-
-    Raises:
-        InvalidAdapterError: Names the setting.
-    """
+    """Refuse a setting of a type that PEFT does not give it."""
     for setting, (is_right, wanted) in _TYPES.items():
         value = config.get(setting)
         if value is not None and not is_right(value):
@@ -280,18 +276,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
-    """Refuse ranks, alphas and scalings that are no finite numbers.
-
-    JSON has no NaN, but Python's reader takes it, and ``1e999`` as infinity. Such a
-    scaling makes every answer NaN, with tensors that are all in order.
-
-    Args:
-        config: PEFT's; ``r`` and ``lora_alpha`` are there. Patterns that are no objects are
-            for others to refuse.
-
-    Raises:
-        InvalidAdapterError: Names the setting.
-    """
+    """Refuse non-finite ranks, alphas and scalings: Python's reader takes NaN and ``1e999``."""
     rank = _rank("r", config["r"])
     alpha = _alpha("lora_alpha", config["lora_alpha"])
     ranks = [rank, *(_rank(f"rank_pattern[{k!r}]", v) for k, v in _pattern(config, "rank"))]
@@ -334,7 +319,7 @@ def _refused(setting: str, value: object, wanted: str) -> InvalidAdapterError:
 
 
 def _is_huge(value: object) -> bool:
-    """Return whether a value is an integer that Python would not even print."""
+    """Return whether a value is an integer too large to print."""
     return isinstance(value, int) and value.bit_length() > 1024
 
 

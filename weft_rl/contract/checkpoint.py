@@ -1,4 +1,4 @@
-"""The checkpoint that an engine was started with, which is base@0, as a value."""
+"""Checkpoint that an engine was started with, which is base@0, as a value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FILES = 256
 
 
 class CheckpointState(enum.IntEnum):
-    """State of a checkpoint's comparison; numbers are those of ``weft.v1.CheckpointState``."""
+    """State of a checkpoint's comparison, as in ``weft.v1.CheckpointState``."""
 
     READING = 1
     """Files that are still being read: their contents are not known yet."""
@@ -27,7 +27,7 @@ class CheckpointState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a safetensors file holds it."""
+    """Tensor as a safetensors file holds it."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One file of a checkpoint, for messages: what counts is the digest over all tensors."""
+    """File of a checkpoint, for messages: checkpoints are compared by their own digest."""
 
     name: str
     digest: bytes
@@ -47,15 +47,12 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Known facts about the checkpoint that an engine was started with."""
+    """Checkpoint of an engine; ``weft.v1.Checkpoint`` describes each field."""
 
     state: CheckpointState
     digest: bytes = b""
-    """Digest over all tensors, whichever files they lie in; empty unless DIGESTED."""
     files: tuple[FileDigest, ...] = ()
-    """Its files, in the order of their names."""
     reason: str = ""
-    """Reason why it is not compared, for messages."""
 
 
 def not_compared(reason: str) -> Checkpoint:

@@ -236,7 +236,7 @@ def _check_layout(
                 f"{ALIGN_BYTES} that holds its {ends[index]} bytes of tensors"
             )
         if bucket.payload_bytes > align_up(ends[index]):
-            raise InvalidManifestError(f"bucket {index} is longer than what it holds")
+            raise InvalidManifestError(f"bucket {index} is longer than its tensors")
         if bucket.num_tensors != counts[index] or not counts[index]:
             raise InvalidManifestError(
                 f"bucket {index} says it holds {bucket.num_tensors} tensors; "
@@ -479,9 +479,9 @@ def why_not(run: Run, meta: TensorMeta) -> str:
     if run.count < 1 or run.repeats < 1 or run.first < 0 or run.end * size > meta.num_bytes:
         return f"{meta.name!r} has {meta.num_bytes // size} elements"
     if run.repeats == 1:
-        return "" if not run.stride else "one row has no stride"
+        return "" if not run.stride else "a single row has stride 0"
     if run.stride <= run.count:
-        return "its rows touch: it is contiguous"
+        return "its rows touch: list it as a contiguous run"
     if any(n * size % SLICE_ALIGN_BYTES for n in (run.first, run.count, run.stride)):
         return f"slices begin, last and repeat in multiples of {SLICE_ALIGN_BYTES} bytes"
     return ""
@@ -540,10 +540,7 @@ class _Rectangle(NamedTuple):
 
 
 def _check_slices(meta: TensorMeta, num_elements: int, runs: list[Run], width: int) -> None:
-    """Check that runs, as rectangles, tile a table as wide as the slices' stride.
-
-    It goes from row to row where any begins or ends: those that end make room for those that begin.
-    """
+    """Check that runs, as rectangles, tile a table as wide as the slices' stride, row by row."""
     last, rest = divmod(num_elements, width)
     cells = [cell for run in runs for cell in _rectangles(run, width)]
     if rest:  # what the last row lacks, as if it had come
@@ -579,11 +576,7 @@ def _check_slices(meta: TensorMeta, num_elements: int, runs: list[Run], width: i
 
 
 def _rectangles(run: Run, width: int) -> Iterator[_Rectangle]:
-    """Yield a run's rectangles, at most three.
-
-    A contiguous run has a first row, whole rows and a last row. The rows of a slice may each
-    reach into the next.
-    """
+    """Yield a run's first row, whole rows and last row, as rectangles."""
     row, column = divmod(run.first, width)
     if run.repeats > 1:
         end = column + run.count
@@ -745,8 +738,8 @@ def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
         last = (wire.bucket, wire.sender)
         if wire.payload_bytes <= 0 or wire.payload_bytes % ALIGN_BYTES:
             raise InvalidRequestError(
-                f"wire bucket {index} has {wire.payload_bytes} payload bytes; it has a multiple "
-                f"of {ALIGN_BYTES}"
+                f"wire bucket {index} has {wire.payload_bytes} payload bytes; they must be "
+                f"a multiple of {ALIGN_BYTES}"
             )
         if not 1 <= wire.num_runs <= wire.payload_bytes // ALIGN_BYTES:
             raise InvalidRequestError(

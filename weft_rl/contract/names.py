@@ -241,8 +241,8 @@ def check_followed(who: str, what: str, number: int, counted: int = 0) -> None:
     """
     if number > max(MAX_FOLLOWED, counted):
         raise InvalidRequestError(
-            f"{who} tells of {what} {number}, to which nobody can have counted (at most "
-            f"{MAX_FOLLOWED} is followed): restart it, and look at what it was told by",
+            f"{who} reports {what} {number}, which nobody can have counted to (the largest taken "
+            f"is {MAX_FOLLOWED}): restart it, and find where the number came from",
             metadata={"field": what, "number": str(number)},
         )
 
@@ -255,7 +255,7 @@ def check_counted(what: str, number: int) -> None:
     """
     if number > MAX_COUNTED:
         raise InvalidRequestError(
-            f"{what} {number} is of no coordinator: none counts above {MAX_COUNTED}",
+            f"{what} {number} is out of range: no coordinator counts above {MAX_COUNTED}",
             metadata={"field": what, "number": str(number)},
         )
 

@@ -61,7 +61,6 @@ class Sampling:
     """True if the model's end-of-sequence token ends no sample."""
 
     def __post_init__(self) -> None:
-        """Check every setting, and keep it in one form."""
         checked = {
             "temperature": _real("temperature", self.temperature, least=0.0),
             "top_p": _real("top_p", self.top_p, above=0.0, most=1.0),

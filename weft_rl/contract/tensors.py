@@ -437,8 +437,8 @@ def check_scales_missing(missing: Sequence[str]) -> None:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InvalidManifestError(
             f"the base has no scales of the KV cache ({missing[0]!r}{more}), and the served model "
-            "was started with some: push them with it by push_tensors, those of the checkpoint or "
-            "new ones, since a replica that kept its own could answer otherwise than another",
+            "was started with some: push them with it by push_tensors (the checkpoint's, or "
+            "new ones), or replicas that keep their own would answer differently",
             metadata={"num_problems": str(len(missing)), "first": missing[0]},
         )
 

@@ -204,7 +204,7 @@ def _url(_: Message, field: FieldDescriptor, value: str) -> None:
 
 
 def _anything(message: Message, field: FieldDescriptor, value: Any) -> None:
-    """Accept any value: it is checked where it is used, entry by entry, or needs no check."""
+    """Accept any value: it is checked where it is used, or needs no check."""
 
 
 def _nested(_: Message, __: FieldDescriptor, value: Message) -> None:
@@ -212,10 +212,7 @@ def _nested(_: Message, __: FieldDescriptor, value: Message) -> None:
 
 
 def _each(one: _Check, max_entries: int, *, ordered: bool = False) -> _Check:
-    """Return a check of lists whose entries ``one`` takes.
-
-    Of numbers (``ordered``) it checks only the extremes.
-    """
+    """Return a check of lists whose entries ``one`` takes; of ``ordered`` numbers, the extremes."""
 
     def test(message: Message, field: FieldDescriptor, values: Any) -> None:
         if len(values) > max_entries:
@@ -345,10 +342,7 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True)
 class _MessageChecks:
-    """Checks of one message, by the name of the field.
-
-    A walk over descriptors for each message would cost more than its parser.
-    """
+    """Checks of one message by field: cheaper than a walk over its descriptor."""
 
     values: list[tuple[str, FieldDescriptor, _Check]]
     messages: list[tuple[str, FieldDescriptor, _Check]]

@@ -38,10 +38,7 @@ class _Connection:
 
 
 class _RenewedChannel:
-    """Channel as far as Weft's stubs use one, blocking or of asyncio; ``_close`` is what differs.
-
-    A lock guards it, as callbacks come on any thread.
-    """
+    """Channel for Weft's stubs, blocking or of asyncio; callbacks come on any thread."""
 
     def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
         self._target, self._credentials, self._connect = target, credentials, connect
@@ -52,28 +49,19 @@ class _RenewedChannel:
         self._stale: list[_Connection] = []
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> _Method:
-        """See ``grpc.Channel``."""
         return _Method(self, ("unary_unary", method), args, options)
 
     def unary_stream(self, method: str, *args: Any, **options: Any) -> _Method:
-        """See ``grpc.Channel``."""
         return _Method(self, ("unary_stream", method), args, options)
 
     def stream_unary(self, method: str, *args: Any, **options: Any) -> _Method:
-        """See ``grpc.Channel``."""
         return _Method(self, ("stream_unary", method), args, options)
 
     def stream_stream(self, method: str, *args: Any, **options: Any) -> _Method:
-        """See ``grpc.Channel``."""
         return _Method(self, ("stream_stream", method), args, options)
 
     def metadata(self, given: Any) -> tuple[tuple[str, Any], ...]:
-        """Return the metadata of a call: what its caller gives, and the token.
-
-        Raises:
-            InvalidResponseError: The token cannot be sent. It is raised as by a failed call,
-                for callers that handle whatever becomes of a call.
-        """
+        """Return a call's metadata and the token; a bad token fails like the call itself."""
         try:
             return (*(given or ()), *self._credentials.metadata(self._target))
         except InvalidRequestError as error:
@@ -381,10 +369,7 @@ def local_address_towards(target: str) -> str:
 
 
 class _ThreadedChannel:
-    """Blocking channel, as far as a trainer's stubs use one.
-
-    Answers that are streams are short, and come whole.
-    """
+    """Blocking channel for a trainer's stubs; streamed answers come whole."""
 
     def __init__(self, channel: grpc.Channel, late: Callable[[Any], object]) -> None:
         self._channel, self._late = channel, late

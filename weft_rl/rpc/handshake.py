@@ -36,7 +36,7 @@ def why_refused(target: str, credentials: Credentials, seconds: float = 2.0) -> 
 
 
 def _why_not_plain(plain: socket.socket, host: str) -> str:
-    """Return why a plaintext caller is refused: the server speaks TLS only. Else empty."""
+    """Return why a plaintext caller is refused, if the server speaks TLS only."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -79,10 +79,7 @@ def _why_not_tls(plain: socket.socket, host: str, credentials: Credentials, seco
 
 
 def _why_not_taken(credentials: Credentials, said: str = "") -> str:
-    """Return why a server does not take the certificate of ``credentials``.
-
-    Most servers close without a word, so it is checked here as the server does it.
-    """
+    """Return why a server does not take the certificate, checked here as the server does it."""
     if not credentials.tls_cert:
         return "it asks for a certificate, and was shown none: give --tls-cert and --tls-key"
     try:
@@ -95,11 +92,7 @@ def _why_not_taken(credentials: Credentials, said: str = "") -> str:
 
 
 def _fault_of_own(credentials: Credentials) -> str:
-    """Return what a server that trusts ``tls_ca`` says of the own certificate.
-
-    For example "certificate has expired"; empty if nothing. Both sides of a handshake run in
-    memory.
-    """
+    """Return the error of a server that trusts ``tls_ca`` about our certificate; empty if none."""
     server, client = (ssl.SSLContext(side) for side in _SIDES)
     server.verify_mode = ssl.CERT_REQUIRED
     if credentials.tls_ca:

@@ -272,12 +272,7 @@ def _guard_stream(
 async def _send(
     context: grpc.aio.ServicerContext[Any, Any], response: Any, check_again: Callable[[], None]
 ) -> None:
-    """Send one response of a stream; ``check_again`` is called while its reader takes none.
-
-    Raises:
-        CapacityError: ``TOO_SLOW``.
-        CancelledError: The caller has gone.
-    """
+    """Send one response of a stream; call ``check_again`` while its reader takes none."""
     sending = asyncio.ensure_future(context.write(response))
     clock = asyncio.get_running_loop().time
     until = clock() + SEND_SECONDS
@@ -298,11 +293,7 @@ async def _send(
 
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) -> None:
-    """End a stream with ``error``.
-
-    Responses that the reader has not taken stand before the status. A reader that takes nothing is
-    not waited for, and gets the status if it ever reads on.
-    """
+    """End a stream with ``error``; a reader that takes nothing is not awaited."""
     try:
         async with asyncio.timeout(_END_SECONDS):
             await abort_with_error(context, error)
@@ -313,10 +304,7 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) ->
 async def _while_allowed(
     responses: AsyncIterator[Any], check_again: Callable[[], None]
 ) -> AsyncIterator[Any]:
-    """Yield the responses, until ``check_again`` raises.
-
-    It is called every ``STREAM_LOOK_SECONDS``, whether the stream is busy or silent.
-    """
+    """Yield the responses, until ``check_again`` raises; it is called periodically."""
     clock = asyncio.get_running_loop().time
     look_at = clock() + STREAM_LOOK_SECONDS
     following: asyncio.Future[Any] | None = None

@@ -44,11 +44,7 @@ class ReflectionServicer(reflection_pb2_grpc.ServerReflectionServicer):  # type:
             yield answer
 
     def _answer(self, request: Any) -> Any:
-        """Answer one question.
-
-        Raises:
-            KeyError: What is asked for is not known.
-        """
+        """Answer one question; ``KeyError`` if the name is unknown."""
         match request.WhichOneof("message_request"):
             case "list_services":
                 listed = [pb.ServiceResponse(name=name) for name in self._services]

@@ -124,10 +124,7 @@ def is_unanswered(error: grpc.RpcError) -> bool:
 
 
 def _cause(text: str) -> str:
-    """Return what gRPC says of a failed connection, without the layers that it passed through.
-
-    For example ``127.0.0.1:1: Connection refused``; the whole text if it is of another form.
-    """
+    """Return the cause in gRPC's text, such as ``127.0.0.1:1: Connection refused``."""
     found = _CONNECT_FAILURE.search(text)
     return f"{found['address']}: {found['cause']}" if found else text
 

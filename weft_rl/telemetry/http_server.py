@@ -126,7 +126,7 @@ class HttpServer:
             try:
                 runner.run(self._serve(listener, ready))
             except Exception:  # noqa: BLE001 (the edge of the thread)
-                _log.exception("nothing is answered over HTTP any more: restart this process")
+                _log.exception("the HTTP server has ended: restart this process")
 
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class HttpServer:
                 try:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as error:
-                    _log.warning("no further connection is taken yet: %s", error)
+                    _log.warning("cannot accept connections; trying again: %s", error)
                     await asyncio.sleep(_PAUSE_SECONDS)
                     continue
                 if len(self._connections) >= bounded(MAX_CONNECTIONS, 1):
@@ -182,7 +182,7 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """Uvicorn's side of one connection, which tells the application whose certificate was shown."""
+    """Uvicorn's side of one connection, which tells the application the peer's certificate."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -213,15 +213,10 @@ class _Certificate:
         self._context: ssl.SSLContext | None = None
 
     def look_again(self) -> None:
-        """Read the files for the next handshake, whether they changed or not."""
         self._stamps = ()
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of the next handshake; None where there is no certificate.
-
-        Raises:
-            NotReadyError: The first one cannot be read.
-        """
+        """Return the TLS context of the next handshake; None where there is no certificate."""
         known = self._credentials
         if not known.tls_cert or (stamps := known.stamps()) == self._stamps:
             return self._context
@@ -238,7 +233,10 @@ class _Certificate:
                 raise NotReadyError(
                     f"the certificate {known.tls_cert} cannot be used for HTTPS: {error}"
                 ) from None
-            _log.warning("new certificates are not used for HTTPS yet: %s", error)
+            _log.warning(
+                "keeping the former certificates for HTTPS: %s",
+                error,
+            )
         else:
             self._context = context
         self._stamps = stamps  # of before the reading; looked at again when they change
@@ -272,5 +270,5 @@ async def _first_byte(connection: socket.socket) -> bytes:
 
 
 def _ignore(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what peers do to their connections, at debug level: it is no trouble of ours."""
+    """Log at debug level that a peer ended its connection."""
     _log.debug("%s: %r", context.get("message"), context.get("exception"))

@@ -40,7 +40,7 @@ def build_site(pages: Mapping[str, Page], security: Security) -> Starlette:
     """Return the application that answers GET and HEAD for pages, by their paths.
 
     Args:
-        security: Says who may read the protected pages. Where nobody is asked who he is, that is
+        security: Says who may read the protected pages. Where callers are not identified, that is
             everybody on this machine; where the process is insecure, everybody at all.
     """
     site = Starlette(routes=[Route(path, _endpoint(pages[path], security)) for path in pages])
@@ -64,11 +64,11 @@ def refuse(request: Request, security: Security) -> Response | None:
         if security.insecure:
             return None
         if not is_near:
-            why = "shown on this machine only: nobody is asked who he is"
+            why = "shown on this machine only: callers are not identified"
             return _refusal(request, "", "NOT_PRIVATE", why)
         if not is_loopback(request.headers.get("host", "localhost")):
             # A page from elsewhere, whose name was made to lead here, asks by that name.
-            why = "shown as localhost or 127.0.0.1 only: nobody is asked who he is"
+            why = "shown as localhost or 127.0.0.1 only: callers are not identified"
             return _refusal(request, "", "NOT_PRIVATE", why)
         return None
     if request["scheme"] != "https" and not is_near:

@@ -80,10 +80,7 @@ def _resource(service: str, instance: str) -> Resource:
 
 
 class _QuietExporter:
-    """Exporter that logs when exports begin to fail, and when they work again.
-
-    Of each failed try the library itself would write some lines.
-    """
+    """Exporter that logs the first failed export and the first that works again."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner

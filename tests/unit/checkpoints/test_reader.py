@@ -126,7 +126,7 @@ def test_a_header_that_describes_a_tensor_wrongly(tmp_path: Path, entry: object)
     header = json.dumps({"w": entry}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(InvalidRequestError, match="describes 'w' wrongly"):
+    with pytest.raises(InvalidRequestError, match="has an invalid entry for 'w'"):
         read(path)
 
 
@@ -250,7 +250,7 @@ def test_files_that_do_not_answer_are_compared_with_nothing_until_they_do(
     try:
         assert reader.checkpoint.state is CheckpointState.READING
         assert reader.wait(0.4).state is CheckpointState.NOT_COMPARED
-        assert "the disk gave nothing for 0.2 s" in reader.checkpoint.reason
+        assert "the disk has not answered for 0.2 s" in reader.checkpoint.reason
         go_on.set()
         for _ in range(500):
             if reader.wait(0.02).state is CheckpointState.DIGESTED:

@@ -103,7 +103,7 @@ OK = ([SLOT], [Bucket(256, 1)])
         ([TensorSlot(meta("a", 64), 1, 0)], [Bucket(256, 1)], "bucket 1"),
         ([SLOT], [Bucket(256, 2)], "says it holds 2 tensors"),
         ([TensorSlot(meta("a", 65), 0, 0)], [Bucket(256, 1)], "need a multiple"),
-        ([SLOT], [Bucket(512, 1)], "longer than what it holds"),
+        ([SLOT], [Bucket(512, 1)], "longer than its tensors"),
         ([TensorSlot(meta("a", 0), 0, 0)], [Bucket(256, 1)], "Gather a sharded"),
         ([TensorSlot(meta("a", -4, -16), 0, 0)], [Bucket(256, 1)], "at least 1"),
         ([TensorSlot(meta("", 64), 0, 0)], [Bucket(256, 1)], "tensor name ''"),

@@ -156,7 +156,7 @@ def test_a_table_is_read_as_it_was_written() -> None:
         ([Run(0, 256, SIZE)], "700 elements"),
         ([Run(0, 0, SIZE), Run(0, 0, 0)], "700 elements"),
         ([Run(0, 0, SIZE, 0, 0)], "700 elements"),
-        ([Run(0, 0, SIZE, 8)], "no stride"),
+        ([Run(0, 0, SIZE, 8)], "has stride 0"),
         ([Run(0, 0, 8, 8, 2)], "contiguous"),
         ([Run(0, 4, 8, 16, 2)], "multiples of 8"),
         ([Run(0, 0, 8, 20, 2)], "multiples of 8"),

@@ -1,5 +1,4 @@
-"""Commands with options that their functions do not spell out: of a config, or of all that ask the
-coordinator."""
+"""Commands whose options come from a config, or are common to all that call the coordinator."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _MOST_SHOWN = 100_000
 
 
 def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
-    """Return a function's parameters, with what typer is told of them."""
+    """Return a function's parameters, each with typer's annotation."""
     hints = get_type_hints(function, include_extras=True)
     known = inspect.signature(function).parameters.values()
     return [each.replace(annotation=hints[each.name]) for each in known]

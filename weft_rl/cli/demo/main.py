@@ -149,8 +149,7 @@ def _run(demo: _DemoPool) -> None:
 
 
 def _start_all(demo: _DemoPool, progress: ShownProgress) -> tuple[Process, Process]:
-    """Start coordinator, replicas and trainers, which find each other in any order; return the
-    trainers, of the adapter and of the base."""
+    """Start all processes in any order; return the trainers, of the adapter and of the base."""
     progress.step("making a model")
     model_path, any_port = str(demo.work / "model"), "127.0.0.1:0"
     coordinator = demo.start(
@@ -200,7 +199,7 @@ def _start_all(demo: _DemoPool, progress: ShownProgress) -> tuple[Process, Proce
 
 
 def _how_far(replicas: Sequence[Process]) -> str:
-    """Describe what each replica does, as its log says."""
+    """Describe each replica's progress, from its log."""
     steps = [
         f"{replica.name} {re.sub(r' of /.*| [(].*', '', found)}"
         for replica in replicas

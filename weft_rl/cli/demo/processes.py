@@ -30,8 +30,11 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def interrupt_once(signum: int, frame: object) -> None:
-    """Handle a signal as Ctrl-C, and ignore it from then on. At a parent's end Linux sends one for
-    each of its threads; the second would interrupt the stopping of children."""
+    """Handle a signal as Ctrl-C, and ignore it from then on.
+
+    Linux sends one for each thread of a parent that ends: the second would interrupt the stopping
+    of children.
+    """
     signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -79,7 +82,7 @@ class Process(subprocess.Popen[str]):
         )
 
     def line_after(self, prefix: str, timeout_seconds: float) -> str:
-        """Return what follows ``prefix`` in the next line that begins with it."""
+        """Return the rest of the next line that begins with ``prefix``."""
         line = self.line(lambda text: text.startswith(prefix), timeout_seconds)
         return line.removeprefix(prefix)
 
@@ -106,7 +109,7 @@ class Process(subprocess.Popen[str]):
         return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
 
     def last_after(self, text: str) -> str:
-        """Return what follows ``text`` in the last line of its log that has it; empty if none."""
+        """Return the rest of the last log line that has ``text``; empty if none."""
         lines = [line for line in self.log_path.read_text().splitlines() if text in line]
         return lines[-1].partition(text)[2] if lines else ""
 
@@ -116,7 +119,7 @@ class Process(subprocess.Popen[str]):
         return self.wait(timeout_seconds)
 
     def kill(self) -> None:
-        """End it by SIGKILL, without a chance to say goodbye."""
+        """End it by SIGKILL."""
         self.signal(signal.SIGKILL, _STOP_SECONDS)
         self.stop()
 

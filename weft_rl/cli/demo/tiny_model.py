@@ -49,10 +49,7 @@ def load_model(path: Path) -> Any:
 
 
 def _make_tokenizer() -> Any:
-    """Make a tokenizer of one byte a token, so that any text has a tokenisation and back.
-
-    It is of the class that AutoTokenizer takes for a Qwen2, whatever was saved.
-    """
+    """Make a tokenizer of one byte a token, of the class that AutoTokenizer takes for a Qwen2."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 

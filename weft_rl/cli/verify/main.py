@@ -107,16 +107,7 @@ def run_verify(
 
 
 class _Pool:
-    """Pool at the moment when this was made.
-
-    Args:
-        channel: Channel to its coordinator.
-        progress: Progress of the comparison.
-
-    Raises:
-        PeerUnavailableError: ``POOL_EMPTY``: no replica is ready.
-        grpc.RpcError: The coordinator does not answer.
-    """
+    """State of a pool, read once; raises ``POOL_EMPTY`` if no replica is ready."""
 
     def __init__(self, channel: grpc.Channel, progress: ShownProgress) -> None:
         self.progress = progress
@@ -131,11 +122,7 @@ class _Pool:
             )
 
     def version(self, name: str) -> PolicyVersion:
-        """Return the version that ``base``, ``math`` or ``math@17`` names in this pool.
-
-        Raises:
-            NotFoundError: The pool serves no such policy.
-        """
+        """Return the version that ``base``, ``math`` or ``math@17`` names in this pool."""
         policy, _, number = name.partition("@")
         check_name(policy, "policy")
         if number:
@@ -195,11 +182,7 @@ def _compare_part(
     local: LocalTensors,
     version_of: Callable[[pb.Replica], PolicyVersion],
 ) -> ReportPart:
-    """Compare what each replica holds with local files.
-
-    Args:
-        version_of: Returns the version to ask a replica for.
-    """
+    """Compare what each replica holds with local files."""
     part = ReportPart(version, local.path)
     verdicts: dict[bytes, dict[str, int]] = {}
     asked = [(replica, version_of(replica)) for replica in pool.ready]
@@ -273,7 +256,7 @@ def _add_parity(
     adapter: Path | None,
     prompts: Sequence[str],
 ) -> None:
-    """Have replicas sample, and the local model score what they sampled."""
+    """Have replicas sample tokens, and score them with the local model."""
     part, capabilities = report.parts[0], pool.ready[0].capabilities
     if model_dir is None or not (model_dir / "config.json").is_file():
         where = f"{model_dir} holds no config.json" if model_dir else "the base is not here"
@@ -322,7 +305,7 @@ def _sample(
     prompts: Sequence[str | generate_pb2.TokenIds],
     vocab_size: int,
 ) -> list[parity.SampledTokens]:
-    """Have a replica sample; return nothing, and say why, if that cannot be scored here."""
+    """Have a replica sample tokens; note the reason and return none if they cannot be scored."""
     try:
         found = parity.sample(address, report.parts[0].version, prompts)
     except WeftError as error:
@@ -330,7 +313,7 @@ def _sample(
         return []
     largest = max(max(*one.prompt, *one.tokens) for one in found)
     if largest >= vocab_size:
-        row.parity_error = f"token {largest} is none of the {vocab_size} of the model here"
+        row.parity_error = f"token {largest} is beyond the {vocab_size} of the local model"
         return []
     if found[0].mode not in parity.MODES:
         report.remarks.append(

@@ -57,7 +57,7 @@ class Parity:
 
 
 def bound_of(dtype: DataType, rounding: float) -> float:
-    """Return how far apart log-probabilities computed in ``dtype`` on both sides may be.
+    """Return the largest accepted difference of log-probabilities computed in ``dtype``.
 
     Args:
         dtype: Type that the replicas compute in.

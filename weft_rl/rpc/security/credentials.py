@@ -60,14 +60,14 @@ class UnusedFiles:
             is_known = self._reasons.get(path) == reason
             self._reasons[path] = reason
         if not is_known:
-            _log.error("%s is not used, what it said before is: %s", path, reason)
+            _log.error("%s is not used; its former content stays in force: %s", path, reason)
 
     def drop(self, path: str) -> None:
         """Note that a file is used as it stands."""
         with self._lock:
             was_there = self._reasons.pop(path, None) is not None
         if was_there:
-            _log.info("%s can be used again, and is", path)
+            _log.info("%s is used again", path)
 
     def list(self) -> list[str]:
         """Return lines for messages, one a file."""
@@ -168,27 +168,17 @@ class _LoadedCredentials:
         self._files: dict[tuple[str, ...], UsableFiles[Any]] = {}
 
     def certificates(self, shown: Credentials) -> _PemFiles:
-        """Return the certificates to use now.
-
-        Raises:
-            InvalidRequestError: They cannot be used, and never could.
-        """
         name, key = shown.tls_cert or shown.tls_ca, (shown.tls_cert, shown.tls_key, shown.tls_ca)
         made = UsableFiles(name, shown.paths(), shown.read_certificates)
         found: _PemFiles = self._files.setdefault(key, made).get()
         return found
 
     def token(self, path: str) -> str:
-        """Return the token to send now; empty where no file is named.
-
-        Raises:
-            InvalidRequestError: It cannot be read, and never could.
-        """
+        """Return the token to send now; empty where no file is named."""
         made = UsableFiles(path, (path,), lambda: _token_of(path))
         return str(self._files.setdefault((path,), made).get()) if path else ""
 
     def look_again(self) -> None:
-        """Read every file at its next use, changed or not; what they held stays known."""
         for files in [*self._files.values()]:
             files.look_again()
 
@@ -396,11 +386,7 @@ def is_loopback(target: str) -> bool:
 
 
 def _read(path: str, option: str) -> bytes:
-    """Read a PEM file; empty where none is named.
-
-    Raises:
-        InvalidRequestError: It cannot be read, or is no PEM file.
-    """
+    """Read a PEM file; empty where none is named."""
     if not path:
         return b""
     try:
@@ -413,11 +399,7 @@ def _read(path: str, option: str) -> bytes:
 
 
 def _token_of(path: str) -> str:
-    """Read the token that a file holds.
-
-    Raises:
-        InvalidRequestError: It cannot be read, or holds none.
-    """
+    """Read the token of a file."""
     try:
         token = read_file(path).decode("ascii").strip()
     except InvalidRequestError as error:

@@ -146,10 +146,7 @@ class AccessFile:
             return access
         if access.by_certificate != self._access.by_certificate:
             kind = "certificates" if access.by_certificate else "tokens"
-            raise InvalidRequestError(
-                f"it names {kind} now, and the handshakes of a server that runs cannot follow: "
-                "restart it"
-            )
+            raise InvalidRequestError(f"it names {kind} now, which takes a restart of the server")
         with self._lock:
             known = self._callers.items()
         callers = [(shown, method) for shown, (at, method) in known if now - at < _CALLER_SECONDS]
@@ -381,10 +378,7 @@ _REFUSALS: Final = _Refusals()
 
 
 def _is_worth_a_line(method: str, result: str, *, is_stream: bool) -> bool:
-    """Return whether a call that was let in is worth a line of the audit log.
-
-    It is if it changes something that outlives it, or tried to.
-    """
+    """Return whether an allowed call changes something that outlives it, or tried to."""
     if method.startswith(("weft.v1.InspectService/", "grpc.reflection.")):
         return is_stream and result == _CUT_OFF
     return method not in _UNAUDITED or result not in _GRANTED
