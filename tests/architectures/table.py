@@ -27,17 +27,31 @@ def save(results: Results) -> None:
 
 
 def render(results: Results) -> str:
-    """Return the rows of the page's table."""
-    (release,) = {found["vllm"] for found in results.values()}
-    heads = ("architecture", *STEPS)
-    rows = [f"vLLM {release}.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    """Return the page's table: a row for the architectures of one bound that took the same steps.
+
+    A step is shown by its largest difference; a result that is not fine has a row of its own.
+    """
+    release = ", ".join(sorted({found["vllm"] for found in results.values()}))
+    rows: dict[tuple[object, ...], tuple[list[str], list[list[str]]]] = {}
     for architecture in ARCHITECTURES:
         found = results.get(architecture.name)
         if found is not None:
             cells = [_cell(found.get(step, ""), architecture.bound) for step in STEPS]
-            test = f" [¹](../tests/e2e/{architecture.test[0]})" if architecture.test else ""
-            rows.append(f"| {architecture.name}{test} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+            test = f"[¹](../tests/e2e/{architecture.test[0]})" if architecture.test else ""
+            group = (architecture.bound, *(cell if cell[0] in "-*" else "" for cell in cells))
+            names, taken = rows.setdefault(group, ([], []))
+            names.append(f"{architecture.name}{test}")
+            taken.append(cells)
+    heads = ("architectures", *STEPS)
+    lines = [f"vLLM {release}.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for names, taken in rows.values():
+        worst = [max(step, key=_size) for step in zip(*taken, strict=True)]
+        lines.append(f"| {' | '.join((', '.join(names), *worst))} |")
+    return "\n".join(lines)
+
+
+def _size(cell: str) -> float:
+    return float(cell) if cell[0].isdigit() else 0.0
 
 
 def _cell(result: str, bound: float) -> str:

@@ -1,4 +1,4 @@
-"""Class names end in a word of docs/concepts.md, or in a noun that every programmer knows."""
+"""Class names end in a word that the manual explains, or in a term of programming."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.unit.docs.pages import pages
 
 _ROOT = Path(__file__).parents[3]
 _PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
@@ -20,28 +22,16 @@ def _listed(text: str) -> frozenset[str]:
 #: Words that one must know; another one replaces one of these.
 MAX_WORDS = 40
 
-#: Nouns that need no page.
+#: Terms of programming that no page has to explain. Explain another word on a page, or rename its
+#: class, rather than add it here.
 GENERAL = _listed(
     """
-    activity addition agent answer answerer attempt backend backoff bar batch block blocker buffer
-    byte cache call callback caller capabilities catalog cell certificate change channel check chunk
-    client cloner codec collector command config connection content conversion copy credentials
-    deadline declaration decoder device digest dispatcher document drain drainer driver element
-    engine entry error event executor export exporter factor factory facts failure feed file filler
-    finding fingerprint flag folder formatter frame gate generation guard handle handoff handshake
-    heartbeat history holder id identity image interceptor key kind layout level limit line link
-    list listener listing load loader lock log loop manager mapping mark member membership memory
-    message meta method metrics model module note operation option order outcome packer page param
-    parity part phase piece pipeline place plan pool port probe process progress prompt proof
-    publisher purpose pusher queue range rank rate reader reason receiver record rectangle ref
-    refusal registration reporter request requirement reservation response result ring role rollout
-    row rule sample sampler sampling security segment selection sender server service servicer
-    session settings signal sink size sleeper slice slot snapshot source span spec spiller split
-    state step store stream sum switch table tensor text thread ticket time tls token trace tracer
-    tracker trainer transaction trial type usage vector verdict view wait waker walk watcher
-    watermark window word work worker writer difference problem severity
+    activity addition channel codec conversion dispatcher entry executor factory feed flag formatter
+    gate interceptor link listener mapping note param piece record rectangle ref requirement
+    reservation selection signal snapshot spec table tracker usage view walk watermark window
     """
 )
+MAX_GENERAL = 36
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
 VERBS = _listed(
     """
@@ -59,6 +49,13 @@ def _words() -> set[str]:
     rows = re.findall(r"^\| ([^|]+) \| ", _CONCEPTS.read_text(), re.MULTILINE)
     cells = [word.strip() for row in rows for word in row.split(",")]
     return {cell.split()[-1] for cell in cells if cell not in ("word", "---")}
+
+
+def _explained() -> set[str]:
+    """Read the words of the manual's prose, and who does what its verbs say."""
+    manual = (page for page in pages() if page.name.startswith(("docs/", "README")))
+    words = set(re.findall(r"[a-z]{3,}", " ".join(page.plain for page in manual).lower()))
+    return words | {f"{word}er" for word in words} | {f"{word}r" for word in words}
 
 
 def _parts(name: str) -> list[str]:
@@ -90,13 +87,20 @@ def _is_plain(path: Path, name: str, known: set[str]) -> bool:
 
 
 def test_class_names_end_in_known_words() -> None:
-    known = _words() | GENERAL
+    known = _words() | _explained() | GENERAL
     found = {name for path, name in _classes(_ROOT) if not _is_plain(path, name, known)}
     assert sorted(found) == [], "name these by words of docs/concepts.md"
 
 
 def test_there_are_few_words() -> None:
     assert len(_words()) <= MAX_WORDS
+    assert len(GENERAL) <= MAX_GENERAL
+
+
+def test_each_term_is_of_a_class_and_on_no_page() -> None:
+    ends = {_parts(name)[-1] for _, name in _classes(_ROOT) if _parts(name)}
+    unused = {term for term in GENERAL if not any(_is_known(end, {term}) for end in ends)}
+    assert sorted(unused | (GENERAL & (_words() | _explained()))) == []
 
 
 def test_no_two_classes_have_one_name() -> None:
