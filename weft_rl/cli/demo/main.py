@@ -24,7 +24,6 @@ from typing import Any
 from rich.console import Console
 
 from weft_rl.cli.console.output import connect
-from weft_rl.cli.console.table import ColumnSpec, FittedTable
 from weft_rl.cli.demo.processes import Process, interrupt_once
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.progress import STARTING, ShownProgress, shown
@@ -123,13 +122,13 @@ def _run(demo: _DemoPool) -> None:
     traffic = ClientThreads(demo.urls, _BASE_NAME)
     try:
         _check(demo, "base@0", _BASE_NAME, None)
-        pushes = [_push(demo, base, "base@0")]
+        _push(demo, base, "base@0")
         _check(demo, "base@1", _BASE_NAME, None)
         # Trained on base@1, and no other base is pushed under it: docs/rollouts.md says why.
-        pushes.append(_push(demo, lora, "base@1"))
+        _push(demo, lora, "base@1")
         traffic.model = "math"
         _check(demo, "base@1", "math@1", "math@1")
-        pushes.append(_push(demo, lora, "base@1"))
+        _push(demo, lora, "base@1")
         _check(demo, "base@1", "math@1", "math@1")
         _check(demo, "base@1", "math@2", "math@2")
         _check(demo, "base@1", "math", "math@2")
@@ -137,15 +136,11 @@ def _run(demo: _DemoPool) -> None:
         traffic.stop()
     if traffic.failures:
         raise WeftError(f"{len(traffic.failures)} requests failed, first: {traffic.failures[0]}")
-    _show_pushes(demo, pushes)
     answered = ", ".join(f"{name} {n}" for name, n in sorted(traffic.answered.items()))
     demo.say(f"requests answered meanwhile, by the version each names: {answered}; none failed")
     demo.say(f"\n$ weft status -c {demo.coordinator}")
     status = [sys.executable, "-m", "weft_rl", "status", "-c", demo.coordinator]
     subprocess.run(status, env={**os.environ, "COLUMNS": str(demo.console.width)}, check=False)
-    demo.say("\nlook around with grpcurl (or buf curl) while a coordinator runs:")
-    for method in ("list", "weft.v1.InspectService/GetPool", "weft.v1.InspectService/WatchEvents"):
-        demo.say(f"  grpcurl -plaintext {demo.coordinator} {method}")
 
 
 def _start_all(demo: _DemoPool, progress: ShownProgress) -> tuple[Process, Process]:
@@ -236,7 +231,7 @@ def _reference(base: Path, adapter: Path | None) -> Any:
     return PeftModel.from_pretrained(load_model(base), adapter).eval()
 
 
-def _push(demo: _DemoPool, trainer: Process, base: str) -> dict[str, Any]:
+def _push(demo: _DemoPool, trainer: Process, base: str) -> None:
     report = trainer.ask(f"push {base}", _PUSH_SECONDS)
     if report["vllm_imported"]:
         raise WeftError(f"{trainer.name} has vLLM loaded; a trainer must not need it")
@@ -245,7 +240,6 @@ def _push(demo: _DemoPool, trainer: Process, base: str) -> dict[str, Any]:
         f"{report['total_bytes']:,} bytes, served by all replicas after "
         f"{report['seconds'] * 1e3:.0f} ms"
     )
-    return report
 
 
 def _check(demo: _DemoPool, base: str, model: str, adapter: str | None) -> None:
@@ -267,18 +261,6 @@ def _check(demo: _DemoPool, base: str, model: str, adapter: str | None) -> None:
     shown = " ".join(f"w{token}" for token in answers[0].tokens[:6])
     name = base if adapter is None else f"{model} on {base}"
     demo.say(f"  {name:<18} answered {shown} …   max |Δ log p| to Hugging Face {worst:.1e}")
-
-
-def _show_pushes(demo: _DemoPool, pushes: list[dict[str, Any]]) -> None:
-    phases = ("forming", "staging", "committing", "pause")
-    numbers = [ColumnSpec(name, is_number=True) for name in ("bytes", "total", *phases)]
-    table = FittedTable("pushes", [ColumnSpec("version"), *numbers])
-    for push in pushes:
-        seconds = [push["seconds"], *(push[f"{phase}_seconds"] for phase in phases)]
-        times = [f"{value * 1e3:.1f} ms" for value in seconds]
-        table.add_row(push["version"], f"{push['total_bytes']:,}", *times)
-    demo.console.print(table)
-    demo.say(f"models that any replica's /v1/models lists: {', '.join(list_models(demo.urls[0]))}")
 
 
 def _push_until_interrupted(demo: _DemoPool) -> None:
@@ -343,12 +325,6 @@ def complete(url: str, model: str, prompt: list[int], max_tokens: int = 12) -> A
         raise
     choice = reply["choices"][0]
     return Answer(reply["model"], choice["token_ids"], choice["logprobs"]["token_logprobs"])
-
-
-def list_models(url: str) -> list[str]:
-    """List the names that can be asked for."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
-        return [card["id"] for card in json.load(response)["data"]]
 
 
 class ClientThreads:
