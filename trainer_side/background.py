@@ -405,11 +405,7 @@ def _no_room(request: PushRequest) -> TransferTimeoutError:
 
 
 def _check_open(is_closed: bool) -> None:
-    """Refuse a push of a Publisher that is closed.
-
-    Raises:
-        InvalidRequestError: ``PUBLISHER_CLOSED``.
-    """
+    """Refuse a push of a Publisher that is closed."""
     if is_closed:
         raise InvalidRequestError(
             "this Publisher is closed: make another one, or push inside its `with` block",

@@ -562,11 +562,7 @@ class Publisher:
 
 
 def _check_data_host(host: object) -> None:
-    """Refuse a value that cannot name an address of this machine.
-
-    Raises:
-        InvalidRequestError: It has a scheme or a port, or is no string.
-    """
+    """Refuse a value that cannot name an address of this machine."""
     if host is None:
         return
     is_text = isinstance(host, str) and host != "" and is_host(host)
@@ -578,21 +574,13 @@ def _check_data_host(host: object) -> None:
 
 
 def _check_callable(name: str, value: object) -> None:
-    """Refuse a value that is neither None nor a function.
-
-    Raises:
-        InvalidRequestError: It is not.
-    """
+    """Refuse a value that is neither None nor a function."""
     if value is not None and not callable(value):
         raise InvalidRequestError(f"{name}={shown_value(value)}: give a function, or None")
 
 
 def _check_ranks(ranks: object) -> None:
-    """Refuse a value that cannot say which processes push together.
-
-    Raises:
-        InvalidRequestError: Neither "all", "this" nor a process group.
-    """
+    """Refuse a value that cannot say which processes push together."""
     if isinstance(ranks, str) and ranks in ("all", "this"):
         return
     if not (dist.is_available() and isinstance(ranks, dist.ProcessGroup)):
@@ -602,11 +590,7 @@ def _check_ranks(ranks: object) -> None:
 
 
 def _check_device(device: object) -> torch.device | None:
-    """Return the accelerator to send from; None if none was named.
-
-    Raises:
-        InvalidRequestError: No CUDA device of this process.
-    """
+    """Return the accelerator to send from; None if none was named."""
     if device is None:
         return None
     try:

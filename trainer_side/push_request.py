@@ -391,11 +391,7 @@ def check_replicas(require: object) -> int:
 
 
 def _check_adapter(name: object) -> None:
-    """Refuse a value that cannot name an adapter in a PEFT model.
-
-    Raises:
-        InvalidRequestError: It is no string.
-    """
+    """Refuse a value that cannot name an adapter in a PEFT model."""
     if not isinstance(name, str):
         raise InvalidRequestError(
             f"adapter_name={shown_value(name)}: give the adapter's name in the PEFT model, a string"
@@ -407,9 +403,6 @@ def check_model(model: object, method: str, *, directories: bool = True) -> None
 
     Args:
         directories: Whether a path will do.
-
-    Raises:
-        InvalidRequestError: It is not; says what to give.
     """
     if isinstance(model, torch.nn.Module) or (
         directories and isinstance(model, str | Path) and model != ""

@@ -93,11 +93,7 @@ class PublisherLock:
             )
 
     def check_process(self, call: str) -> None:
-        """Refuse a call in a forked process.
-
-        Raises:
-            InvalidRequestError: This is one.
-        """
+        """Refuse a call in a forked process."""
         if not self.is_of_this_process:
             raise InvalidRequestError(
                 f"{call}: this process was forked from {self._pid}, whose Publisher this is: it "
@@ -378,12 +374,7 @@ class PushExecutor:
         self, request: PushRequest, is_replaced: Callable[[], bool], deadline: float
     ) -> PushPlan:
         """Agree on the push's plan with every rank: content, layout and senders. Its backend is one
-        that every sending rank can use.
-
-        Raises:
-            TransferAbortedError: ``REPLACED``.
-            WeftError: The same on every rank.
-        """
+        that every sending rank can use."""
         ranks = self._ranks
         without: list[str] = []
 
@@ -462,11 +453,7 @@ class PushExecutor:
         return origin, begun
 
     def _origin(self, request: PushRequest, plan: PushPlan, deadline: float) -> TrainingBase:
-        """Find the base that an adapter was trained on.
-
-        Raises:
-            BaseMismatchError: It is not known, and the request must know it.
-        """
+        """Find the base that an adapter was trained on."""
         if plan.adapter is None:
             return TrainingBase(None)
         digest = plan.target.base_checkpoint_digest

@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -100,6 +101,34 @@ class SelectorWaker:
                 os.close(fd)
 
 
+#: Threads that wait for further work: a push makes several calls, and a new thread takes longer to
+#: begin than a short one takes.
+_IDLE: deque[_Worker] = deque()
+os.register_at_fork(after_in_child=_IDLE.clear)
+_IDLE_SECONDS = 1.0
+
+
+class _Worker(threading.Thread):
+    """Thread that works for one call after another."""
+
+    def __init__(self) -> None:
+        super().__init__(name="weft-call", daemon=True)
+        self.works: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Do what is given, one after the other, and end where nothing is for a second."""
+        while True:
+            try:
+                work = self.works.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with contextlib.suppress(ValueError):
+                    _IDLE.remove(self)
+                    return
+                work = self.works.get()  # taken just now
+            work()
+            _IDLE.append(self)
+
+
 class OwnThread(Generic[_T]):
     """Work on a thread of its own, which an interrupt of its caller does not reach. One that comes
     as the thread starts may leave it where it has begun nothing, until the process ends.
@@ -120,7 +149,12 @@ class OwnThread(Generic[_T]):
 
     def start(self) -> OwnThread[_T]:
         """Begin the work; returns at once."""
-        threading.Thread(target=self._run, name="weft-call", daemon=True).start()
+        try:
+            worker = _IDLE.pop()
+        except IndexError:
+            worker = _Worker()
+            worker.start()
+        worker.works.put(self._run)
         return self
 
     def done(self) -> bool:

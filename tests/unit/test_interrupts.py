@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from weft_rl import interrupts
 from weft_rl.interrupts import Flag, OwnThread, ThreadWaker, on_own_thread
 
 
@@ -53,6 +54,31 @@ def test_work_returns_and_raises_as_it_would_here() -> None:
         on_own_thread(lambda: 1 // 0)
 
 
+def test_one_call_after_the_other_is_made_by_one_thread_which_then_ends() -> None:
+    def fail() -> None:
+        raise ValueError
+
+    first = on_own_thread(threading.current_thread)
+    _until(lambda: first in interrupts._IDLE)
+    with pytest.raises(ValueError):
+        on_own_thread(fail)
+    _until(lambda: first in interrupts._IDLE)
+    assert on_own_thread(threading.current_thread) is first
+    _until(lambda: not first.is_alive())
+    assert first not in interrupts._IDLE
+
+
+def test_a_thread_that_was_taken_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_IDLE_SECONDS", 0.001)
+    worker = interrupts._Worker()  # in no list: as one that was taken
+    worker.start()
+    time.sleep(0.05)
+    done = threading.Event()
+    worker.works.put(done.set)
+    assert done.wait(5)
+    _until(lambda: not worker.is_alive())
+
+
 def test_who_stands_by_is_told_of_the_end() -> None:
     go_on, ended = threading.Event(), threading.Event()
     running = OwnThread(lambda: go_on.wait(5)).start()
@@ -68,8 +94,9 @@ def test_who_stands_by_is_told_of_the_end() -> None:
 
 
 def test_what_comes_after_its_caller_has_left_is_undone() -> None:
-    go_on, late = threading.Event(), list[int]()
-    running = OwnThread(lambda: go_on.wait(5), late.append).start()
+    begun, go_on, late = threading.Event(), threading.Event(), list[int]()
+    running = OwnThread(lambda: begun.set() or go_on.wait(5), late.append).start()
+    assert begun.wait(5)
     running.leave()
     go_on.set()
     _until(lambda: late == [True])

@@ -270,12 +270,7 @@ def _refusal(use: Use, message: str) -> WeftError:
 
 
 def _check_layer(layer: Any, path: str, adapter: str, use: Use) -> None:
-    """Refuse a layer that computes anything but W x + s B A x.
-
-    Raises:
-        InvalidAdapterError: Says what it computes with.
-        UnsupportedError: A kind that cannot be merged.
-    """
+    """Refuse a layer that computes anything but W x + s B A x."""
     kind = own_class(layer)
     if not _is_pefts(kind, _LORA_LAYERS if use == "adapter" else _MERGED_LAYERS):
         what = f"LoRA on a layer of kind {kind.__name__}"

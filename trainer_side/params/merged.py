@@ -288,11 +288,7 @@ def check_mergeable(model: Any, adapter: str) -> None:
 
 def _check_tied(model: Any, adapter: str) -> None:
     """Refuse trained copies of tied modules that are not tied in the same way: the pool's base is
-    told of one of them alone.
-
-    Raises:
-        UnsupportedError: Names both.
-    """
+    told of one of them alone."""
     own: dict[str, int] = {}
     for raw, param in model.named_parameters(remove_duplicate=False):
         name = base_name_in_peft(raw, adapter)

@@ -28,7 +28,7 @@ from trainer_side.ranks.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
 from weft_rl import tracing
 from weft_rl.contract.adapter import TrainedBase
-from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import (
     InvalidRequestError,
     NotReadyError,
@@ -138,7 +138,9 @@ class PoolClient:
         self._offered = pb.DescribeTargetResponse()
         # Base that an adapter was found to fit last.
         self._fitting: tuple[TrainedBase, str] | None = None
+        #: Backend of the group that is kept, and what it was selected for.
         self._selected = SelectedBackend("", "")
+        self._selected_for: tuple[object, ...] = ()
 
     def describe(self, deadline: float, without: Collection[str] = ()) -> pb.DescribeTargetResponse:
         """Return what the pool serves, with the backend to use; block until a replica has described
@@ -159,9 +161,18 @@ class PoolClient:
             target = self.coordinator.describe(deadline)
         self._offered = pb.DescribeTargetResponse()
         self._offered.CopyFrom(target)
-        self._selected = self._selection.backend(target, without)
+        self._select(target, without)
         target.backends[:] = [self._selected.name]
         return target
+
+    def _select(self, target: pb.DescribeTargetResponse, without: Collection[str]) -> None:
+        """Select the backend, anew where no group is kept or the pool offers something else."""
+        device = self._selection.device_of(NCCL)
+        offer = (*target.backends, *target.gpu_uuids, *target.trial_names, device)
+        is_kept = self._sender.usable if self._sender else self._others_group[0] != ""
+        if without or not is_kept or offer != self._selected_for:
+            self._selected = self._selection.backend(target, without)
+            self._selected_for = () if without else offer
 
     def close(self) -> None:
         """Release the leases and leave the side group; blocks at most some seconds."""
@@ -241,11 +252,7 @@ class PoolClient:
 
     def _compared(self, base: TrainedBase | None, deadline: float) -> str:
         """Return the fingerprint of the pool's base, once an adapter's own base is like it; empty
-        if there is none.
-
-        Raises:
-            BaseMismatchError: It is another one.
-        """
+        if there is none."""
         if base is None:
             return ""
         fingerprint = self._offered.base_fingerprint

@@ -413,11 +413,6 @@ def _accept(
     """Accept the connections of all ranks that are ``expected``.
 
     Others are turned away, however slowly they speak; those that are silent are bounded in number.
-
-    Raises:
-        LinkError: A rank did not connect in time.
-        PeerGoneError: A rank is gone again.
-        OSError: No connection can be accepted.
     """
     arrivals = NewConnections(listener, len(expected) + _MAX_STRANGERS, handshake.hello_bytes)
     with closing(arrivals):
@@ -443,11 +438,7 @@ def _admit(
     expected: set[tuple[TrafficKind, int]],
     connections: dict[tuple[TrafficKind, int], Connection[bytes]],
 ) -> None:
-    """Admit an expected rank; close the connection of anybody else.
-
-    Raises:
-        PeerGoneError: The rank is gone again: it is not awaited a second time.
-    """
+    """Admit an expected rank; close the connection of anybody else."""
     connection = Connection(connected, _FRAMES)
     try:
         rank, number = handshake.hear(connection)

@@ -162,11 +162,7 @@ class TorchRanks:
         self._is_at_call = False
 
     def _form_link(self, deadline: float) -> None:
-        """Connect to the other ranks once all are at a call, unless they are linked.
-
-        Raises:
-            LinkError: See ``MeetingPlace.come`` and ``meet``.
-        """
+        """Connect to the other ranks once all are at a call, unless they are linked."""
         if self._link is not None:
             return
         self._over, self._ended_by, self._sum = False, None, None
@@ -178,12 +174,7 @@ class TorchRanks:
         self._place.go_away()
 
     def _compare(self, arguments: Mapping[str, object], deadline: float) -> None:
-        """Compare a call with those of the other ranks, once all are at it; agree on its number.
-
-        Raises:
-            InvalidRequestError: One makes another call.
-            LinkError: Not all came in time.
-        """
+        """Compare a call with those of the other ranks, once all are at it; agree on its number."""
         at, link, others = self._place, self._linked, self._others
         own = {"number": at.number, "by": at.by, "arguments": _as_text(arguments)}
         message = memoryview(json.dumps(own).encode())

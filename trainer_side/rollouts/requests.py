@@ -210,11 +210,7 @@ def checked_prompts(prompts: Any) -> list[CheckedPrompt]:
 
 
 def check_sampling(sampling: Sampling, num_samples: int) -> None:
-    """Refuse what is no sampling options, or a number of samples that they do not go with.
-
-    Raises:
-        InvalidRequestError: Names the argument.
-    """
+    """Refuse what is no sampling options, or a number of samples that they do not go with."""
     if not isinstance(sampling, Sampling):
         raise InvalidRequestError(f"sampling={sampling!r:.80}: give trainer_side.Sampling(...)")
     check_num_samples(num_samples, sampling, name="n")

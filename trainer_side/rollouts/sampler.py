@@ -195,11 +195,7 @@ class Sampler:
         return tuple(remarks)
 
     async def _step(self, course: _PromptState, missing: list[int], deadline: float) -> None:
-        """Ask one replica for the missing samples.
-
-        Raises:
-            WeftError: The samples cannot be had.
-        """
+        """Ask one replica for the missing samples."""
         clock = asyncio.get_running_loop()
         target = await self._take(course, deadline)
         course.has_begun, course.left_tokens = False, course.ask.cost_tokens
@@ -246,11 +242,7 @@ class Sampler:
     async def _attempt(
         self, course: _PromptState, missing: list[int], target: BusyReplica, deadline: float
     ) -> None:
-        """Make one request; the drafts grow by what is streamed.
-
-        Raises:
-            WeftError: The request failed.
-        """
+        """Make one request; the drafts grow by what is streamed."""
         clock = asyncio.get_running_loop()
         request = course.ask.request(course.place.wanted, missing)
         try:
@@ -275,13 +267,7 @@ class Sampler:
             raise PeerUnavailableError(f"{target.replica_id} ended a sample before its end")
 
     def _admit(self, course: _PromptState, admission: pb.Admission) -> None:
-        """Check the version that answers, and hold restarts of the prompt to it.
-
-        Raises:
-            UnsupportedError: The replica's log-probabilities are not of the kind that this client
-                expects.
-            PeerUnavailableError: ``VERSION_AHEAD``: its version is older than asked for.
-        """
+        """Check the version that answers, and hold restarts of the prompt to it."""
         config, wanted = self.config, course.place.wanted
         if admission.logprobs_mode != config.logprobs_mode:
             raise UnsupportedError(
@@ -316,11 +302,7 @@ class Sampler:
     # -- replicas -----------------------------------------------------------------
 
     async def _take(self, course: _PromptState, deadline: float) -> BusyReplica:
-        """Wait for a replica and return it; the request is counted there until it is released.
-
-        Raises:
-            TransferTimeoutError: No replica could take the prompt in time.
-        """
+        """Wait for a replica and return it; the request is counted there until it is released."""
         clock = asyncio.get_running_loop()
         ready: asyncio.Future[BusyReplica] = clock.create_future()
         place = course.place
@@ -377,11 +359,7 @@ class Sampler:
     @contextlib.contextmanager
     def _watched(self, target: BusyReplica, call: Any) -> Iterator[None]:
         """Cancel the request at the end of the ``with``, or once its replica is found to be
-        stalled.
-
-        Raises:
-            StalledError: The replica was stalled.
-        """
+        stalled."""
         running = _RunningRequest(target, call)
         self._running.add(running)
         try:

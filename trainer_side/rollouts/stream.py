@@ -188,11 +188,7 @@ class RolloutStream:
         return None if group is None else self._groups.pop(group.index)
 
     def _check_progress(self) -> None:
-        """Check that a group is on its way; such groups have deadlines of their own.
-
-        Raises:
-            TransferTimeoutError: No group is on its way.
-        """
+        """Check that a group is on its way; such groups have deadlines of their own."""
         window = self._window
         if not window.waiting:
             raise TransferTimeoutError(

@@ -91,22 +91,14 @@ def adapter_of_model(
 
 
 def check_config(config_json: str) -> None:
-    """Refuse a config that is none, of a variant, or with a setting that Weft does not know.
-
-    Raises:
-        InvalidAdapterError: Names the setting.
-    """
+    """Refuse a config that is none, of a variant, or with a setting that Weft does not know."""
     config = parse_config(config_json)
     check_settings(config)
     check_known(config)
 
 
 def _check_all_sent(opened: OpenedModel, adapter_name: str) -> None:
-    """Refuse a model that trains more than the adapter.
-
-    Raises:
-        InvalidAdapterError: Names what else it trains.
-    """
+    """Refuse a model that trains more than the adapter."""
     check_all_sent(
         last_walk(opened.module),
         adapter_name,
@@ -393,9 +385,6 @@ def _matched(setting: str, patterns: Sequence[str], modules: Iterable[str]) -> l
 
     Strangers wrote the patterns, and one can take for ever: patterns beyond plain names are matched
     by a process of its own, which can be ended.
-
-    Raises:
-        InvalidAdapterError: Matching took too long.
     """
     names = list(modules)
     if all(_PLAIN.fullmatch(pattern) for pattern in patterns):

@@ -166,11 +166,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor]:
 
 
 def _described(metadata: Metadata) -> Iterator[tuple[str, Any]]:
-    """Yield the names of ``metadata``, each with what has its shape and dtype.
-
-    Raises:
-        InvalidRequestError: It is something else.
-    """
+    """Yield the names of ``metadata``, each with what has its shape and dtype."""
     is_many = isinstance(metadata, Iterable) and not isinstance(metadata, str | bytes)
     items: Iterable[Any] = _begin(metadata) if is_many else (metadata,)
     for item in items:
@@ -205,9 +201,6 @@ def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> Non
     Args:
         tensor: Anything with a shape and a dtype.
         cast: Whether a float is cast to the layout's.
-
-    Raises:
-        InvalidManifestError: Another shape, or a dtype that is not cast to the layout's.
     """
     if tuple(tensor.shape) != want.shape:
         raise InvalidManifestError(

@@ -187,11 +187,7 @@ class MemberIdentity:
 
 
 def check_secret(connection: MemberConnection, secret: bytes, digest: str, rank: int) -> None:
-    """Refuse a peer that is not the group's member of that rank.
-
-    Raises:
-        OneSidedError: It is not.
-    """
+    """Refuse a peer that is not the group's member of that rank."""
     if not hmac.compare_digest(hashlib.sha256(secret).hexdigest(), digest):
         raise OneSidedError(
             f"{connection.peer} says that it is rank {rank}, and is not the group's"
@@ -436,11 +432,7 @@ class OneSidedReceiver:
 
 def _tail(ready: Ready, wanted: int, mapped: FileMapping | DeviceMapping) -> bytes | None:
     """Return the last bytes of a bucket that are wanted, or those of them that were sent; None
-    where none are.
-
-    Raises:
-        OneSidedError: More came along.
-    """
+    where none are."""
     if not ready.tail:
         return mapped.read(ready.first_byte + ready.num_bytes - wanted, wanted) if wanted else None
     if len(ready.tail) > wanted:
