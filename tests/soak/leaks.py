@@ -34,7 +34,8 @@ from tests.soak.trainers import POLICIES
 from tests.soak.weights import FIRST_SEED
 from weft_rl.cli.demo.processes import Process
 
-_LOOKS, _BETWEEN_SECONDS = 10, 0.1
+# Longer than a heartbeat and what it has a replica drop.
+_LOOKS, _BETWEEN_SECONDS = 12, 0.3
 _PUSH_SECONDS = 150.0
 _PUSHES_OF_A_PUBLISHER = 7
 _MIB = 2**20
