@@ -56,11 +56,11 @@ def test_work_returns_and_raises_as_it_would_here() -> None:
 
 def test_one_call_after_the_other_is_made_by_one_thread_which_then_ends() -> None:
     def fail() -> None:
-        raise ValueError
+        raise ValueError("here")
 
     first = on_own_thread(threading.current_thread)
     _until(lambda: first in interrupts._IDLE)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="here"):
         on_own_thread(fail)
     _until(lambda: first in interrupts._IDLE)
     assert on_own_thread(threading.current_thread) is first
