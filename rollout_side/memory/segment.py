@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch.multiprocessing import reductions
@@ -58,8 +58,16 @@ class Segment(Protocol):
         their memory may be given back to torch."""
 
 
-class SegmentRef(Protocol):
-    """Reference by which another process of this machine finds a segment."""
+# -- on the host -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HostRef:
+    """Reference to host memory, by its owner's pid and descriptor."""
+
+    pid: int
+    fd: int
+    num_bytes: int
 
     def attach(self) -> Segment:
         """Map the segment into this process.
@@ -67,21 +75,6 @@ class SegmentRef(Protocol):
         Raises:
             NotReadyError: Its owner has ended.
         """
-
-
-# -- on the host -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HostRef:
-    """``SegmentRef`` to host memory, by its owner's pid and descriptor."""
-
-    pid: int
-    fd: int
-    num_bytes: int
-
-    def attach(self) -> Segment:
-        """See ``SegmentRef``."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -225,9 +218,13 @@ def _cudart() -> Any:
 # -- on an accelerator --------------------------------------------------------------
 
 
+#: torch's and CUDA's handles have some dozens of bytes.
+_Handle = Annotated[bytes, 1_024]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRef:
-    """``SegmentRef`` to a torch tensor on an accelerator, which others map through CUDA's IPC."""
+    """Reference to a torch tensor on an accelerator, which others map through CUDA's IPC."""
 
     device: int
     num_bytes: int
@@ -236,11 +233,11 @@ class DeviceRef:
     storage_bytes: int
     storage_offset: int
     """Offset of the storage in the allocation that ``handle`` refers to."""
-    handle: bytes
-    counter_handle: bytes
+    handle: _Handle
+    counter_handle: _Handle
     """Handle of the shared memory in which torch counts the processes that have it mapped."""
     counter_offset: int
-    event_handle: bytes
+    event_handle: _Handle
     """Handle of the event after which it may be read."""
     event_sync: bool
 
@@ -267,7 +264,7 @@ class DeviceRef:
         )
 
     def attach(self) -> Segment:
-        """See ``SegmentRef``."""
+        """Map the segment into this process; raises as ``HostRef.attach``."""
         try:
             data = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
                 torch.Tensor, (self.num_bytes,), (1,), self.first_byte, torch.storage.TypedStorage,
@@ -278,6 +275,10 @@ class DeviceRef:
         except RuntimeError as error:
             raise NotReadyError(f"the staged copy cannot be mapped: {error}") from error
         return DeviceSegment(data, owned=False)
+
+
+#: Reference by which another process of this machine finds a segment.
+SegmentRef = HostRef | DeviceRef
 
 
 class DeviceSegment:

@@ -24,7 +24,7 @@ from rollout_side.engine import (
     SwitchTimes,
     VersionFacts,
 )
-from rollout_side.memory.ranks.messages import unpack_manifest
+from rollout_side.memory.ranks.messages import unpacked
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.middleware import RequestTracker
@@ -83,7 +83,7 @@ class HeldCopy:
 
     def manifest(self) -> Manifest:
         """Decode the manifest, which a switch does not need."""
-        return unpack_manifest(self.packed_manifest)
+        return unpacked(Manifest, self.packed_manifest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -171,8 +171,8 @@ def _give(connection: RankConnection, handoff: HandoffQueue, rank: int) -> None:
         if shared.buffers is not known:
             known = shared.buffers
             # Made for each rank: on an accelerator every process that maps it counts.
-            connection.say(Buffers([segment.ref for segment in known]))
-        connection.say(Arrived(shared.number, digests))
+            connection.say(Buffers(tuple(segment.ref for segment in known)))
+        connection.say(Arrived(shared.number, tuple(digests)))
         _wait_for(Loaded, connection, handoff)
     _wait_for(Complete, connection, handoff)
     handoff.complete(rank)

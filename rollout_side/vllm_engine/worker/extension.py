@@ -21,7 +21,8 @@ from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankHandoff
-from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
+from rollout_side.memory.ranks.messages import unpacked
+from rollout_side.memory.versions import StagedHandle
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.kept_tensors import keep
@@ -39,8 +40,10 @@ from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import NotReadyError, RequestConflictError
 from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.options import DISCARDS
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
@@ -111,13 +114,13 @@ class WeftWorker:
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
-        return {"handle": pack_handle(state.store.handle(transfer_id))}
+        return {"handle": packing(StagedHandle).pack(state.store.handle(transfer_id))}
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
         """Map a version that the receiving rank staged, unless this is that rank."""
         state = state_of(self)
-        staged = unpack_handle(handle)
+        staged = unpacked(StagedHandle, handle)
         if state.receiver is None:
             state.store.adopt(staged)
         state.store.staged(staged.transfer_id, content_digest)
@@ -276,7 +279,7 @@ class WeftWorker:
         return {
             "transfer_id": held.transfer_id,
             "content_digest": held.content_digest,
-            "manifest": pack_manifest(held.manifest),
+            "manifest": packing(Manifest).pack(held.manifest),
         }
 
     @guarded
