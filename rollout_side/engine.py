@@ -95,8 +95,8 @@ class SampleChunk:
     """Further tokens of one sample."""
 
     index: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
     """Reason of the end; set on the last chunk only."""
     base_spans: tuple[BaseSpan, ...] = ()

@@ -209,7 +209,7 @@ class VllmGeneration:
             )
 
     def _chunk(self, completion: Any) -> SampleChunk:
-        tokens = list(completion.token_ids)
+        tokens = tuple(completion.token_ids)
         index = completion.index
         self._num_tokens[index] += len(tokens)
         reason = None
@@ -219,7 +219,7 @@ class VllmGeneration:
         return SampleChunk(
             index=index,
             token_ids=tokens,
-            logprobs=bridges.sampled_logprobs(completion),
+            logprobs=tuple(bridges.sampled_logprobs(completion)),
             finish_reason=reason,
             base_spans=self._spans(completion) if reason else (),
         )
