@@ -15,7 +15,7 @@ from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, HeldVersion, Sleep
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import types_pb2
@@ -174,10 +174,8 @@ class MemoryUsage:
     """Base versions with a held copy, last used first."""
     pinned_base_bytes: int = 0
     """Bytes of the pinned copies of bases."""
-    spilled: tuple[PolicyVersion, ...] = ()
-    """Versions that lie whole in the spill directory; bounded."""
-    spilled_digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
-    """Content digests of ``spilled``; one version may have several."""
+    spilled: tuple[HeldVersion, ...] = ()
+    """Copies that lie whole in the spill directory; bounded. One version may have several."""
 
 
 @dataclass(frozen=True, kw_only=True)

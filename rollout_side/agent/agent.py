@@ -286,7 +286,7 @@ class Agent:
         return ReplicaReport(
             version_vector=vector,
             retained_base_versions=memory.retained_bases,
-            spilled_versions=frozenset(memory.spilled),
+            spilled_versions=frozenset(copy.version for copy in memory.spilled),
             dirty_reason=serving.mixed_reason,
             base_as_started=serving.is_as_started(vector.base),
             refusing=self.refusing,

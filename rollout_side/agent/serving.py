@@ -326,8 +326,7 @@ class ServedVersions:
             )
             if self._has(version) and not is_mixed:
                 yield HeldVersion(version, facts.digest)
-        for version, digest in self.memory.spilled_digests:
-            yield HeldVersion(version, digest, spilled=True)
+        yield from self.memory.spilled
 
     async def describe(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
         """Return the known facts of a version that is held with that digest.
@@ -338,7 +337,7 @@ class ServedVersions:
         facts = self.known.facts.get(version)
         if facts is not None and facts.digest == content_digest and self._has(version):
             return facts
-        if (version, content_digest) in self.memory.spilled_digests:
+        if HeldVersion(version, content_digest, spilled=True) in self.memory.spilled:
             return await self._engine.spilled_facts(version, content_digest)
         raise NotFoundError(f"{version} is not held here with digest {content_digest.hex()}")
 

@@ -276,7 +276,7 @@ class VllmReplica:
 
     async def memory(self) -> MemoryUsage:
         """See ``Engine``."""
-        return self._holdings.read()
+        return self._holdings.read().memory
 
     async def join_group(self, order: JoinOrder) -> None:
         """See ``Engine``."""
@@ -382,7 +382,7 @@ class VllmReplica:
         await call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
         deadline = time.monotonic() + self._restore_seconds
         with self._workers.owed.elsewhere():
-            while not self._holdings.has_ended(transfer_id):
+            while self._holdings.read().ended_restore != transfer_id:
                 if time.monotonic() > deadline:
                     await call("weft_discard", transfer_id)
                     raise TransferTimeoutError(

@@ -461,8 +461,7 @@ class EngineDouble:
             staging_bytes=usage.staging_bytes,
             staged_transfer_ids=usage.transfer_ids,
             retained_bases=self.store.retained_bases(),
-            spilled=self.spiller.listed if self.spiller else (),
-            spilled_digests=self.spiller.digests if self.spiller else (),
+            spilled=self.spiller.copies if self.spiller else (),
             pinned_base_bytes=usage.pinned_bytes,
         )
 

@@ -5,7 +5,8 @@ of the fields; in the head a part has its number of bytes. Nothing that is decod
 what does not fit exactly is refused. Each codec is generated once, as source. The kinds of fields:
 
 - ``bool``, ``float``, and ``int``, which is unsigned, of 64 bits: in the head.
-- ``bytes`` and ``str``; another dataclass; a type with ``register``: a part.
+- ``bytes``, ``str`` and a ``Literal`` of texts; an ``Enum`` of numbers; another dataclass; a type
+  with ``register``: a part.
 - ``X | Y`` and ``X | None`` of such types: a part, which a byte with the number of the type begins.
 - ``tuple[X, ...]``: a part.
 
@@ -16,6 +17,7 @@ the largest number of bytes (a longer ``str`` is cut), or of entries.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import struct
 import types
 import typing
@@ -108,10 +110,19 @@ def _encoding(hint: Any) -> str | BytesCodec[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and arguments[1:] == (...,):
         return _entries(_encoding(arguments[0]), _MOST if bound is None else bound)
+    if origin is typing.Literal:
+        hint = str
     if hint in (bytes, str):
         return _content(hint, _MOST if bound is None else bound)
     if origin in (types.UnionType, typing.Union):
         return _union(arguments)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        number = struct.Struct("<I")
+        return BytesCodec(
+            lambda member: number.pack(member.value),
+            lambda content: hint(*number.unpack(content)),
+            number.size,
+        )
     return packing(hint)
 
 
@@ -170,7 +181,7 @@ def _entries(entry: str | BytesCodec[Any], most: int) -> BytesCodec[Any]:
 
 
 def _union(kinds: tuple[type, ...]) -> BytesCodec[Any]:
-    codecs = [_NONE if kind is types.NoneType else packing(kind) for kind in kinds]
+    codecs = [_NONE if kind is types.NoneType else _part(kind) for kind in kinds]
     numbers = {kind: number for number, kind in enumerate(kinds)}
 
     def pack(value: Any) -> bytes:
@@ -183,6 +194,13 @@ def _union(kinds: tuple[type, ...]) -> BytesCodec[Any]:
         return codecs[content[0]].unpack(content[1:])
 
     return BytesCodec(pack, unpack, min(_MOST, 1 + max(each.max_bytes for each in codecs)))
+
+
+def _part(kind: type) -> BytesCodec[Any]:
+    found = _encoding(kind)
+    if isinstance(found, str):
+        raise TypeError(f"{kind} is no part")
+    return found
 
 
 def _nothing(content: bytes) -> None:

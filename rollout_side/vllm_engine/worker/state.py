@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout_side.config import Staging
-from rollout_side.engine import JoinOrder
+from rollout_side.engine import JoinOrder, MemoryUsage
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankServer
@@ -38,7 +38,12 @@ from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import load_in_place
 from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
-from rollout_side.vllm_engine.worker.holdings import HoldingsReport, HoldingsWriter, ProgressWriter
+from rollout_side.vllm_engine.worker.holdings import (
+    Holdings,
+    HoldingsReport,
+    HoldingsWriter,
+    ProgressWriter,
+)
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl import logs
@@ -269,9 +274,7 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
         folder = SpillFolder(SpillSettings(**settings.spill), state.reference.fingerprint)
         state.spiller = Spiller(store, folder, settings.base_copies)
     writer = HoldingsWriter(settings.holdings_path)
-    state.report = HoldingsReport(
-        writer, partial(comparable_state, state), partial(memory_of, state)
-    )
+    state.report = HoldingsReport(writer, partial(holdings_of, state))
     state.report.start()
 
 
@@ -385,30 +388,19 @@ def state_of(worker: Any) -> WorkerState:
     return state
 
 
-def comparable_state(state: WorkerState) -> tuple[object, ...]:
-    """Return what ``memory_of`` would report, in a form that is cheap to compare."""
-    loading = state.load.transfer_id if state.load is not None else ""
-    spiller = state.spiller
-    spilled = (spiller.listed, spiller.digests, spiller.ended_restore) if spiller else ()
-    return state.store.usage(), state.store.retained_bases(), loading, spilled
-
-
-def memory_of(state: WorkerState) -> dict[str, Any]:
-    """Return ``MemoryUse`` as plain values, of the receiving rank, which holds for all."""
-    usage = state.store.usage()
+def holdings_of(state: WorkerState) -> Holdings:
+    """Return what the receiving rank holds, which holds for all."""
+    usage, spiller = state.store.usage(), state.spiller
     loading = {state.load.transfer_id} if state.load is not None else set()
-    return {
-        "adapter_bytes": usage.adapter_bytes,
-        "staging_bytes": usage.staging_bytes + usage.free_bytes,
-        "transfer_ids": sorted({*usage.transfer_ids, *loading}),
-        "retained_bases": list(state.store.retained_bases()),
-        "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
-        "spilled_digests": (
-            [(str(v), digest.hex()) for v, digest in state.spiller.digests] if state.spiller else []
-        ),
-        "pinned_base_bytes": usage.pinned_bytes,
-        "ended_restore": state.spiller.ended_restore if state.spiller else "",
-    }
+    memory = MemoryUsage(
+        adapter_bytes=usage.adapter_bytes,
+        staging_bytes=usage.staging_bytes + usage.free_bytes,
+        staged_transfer_ids=tuple(sorted({*usage.transfer_ids, *loading})),
+        retained_bases=state.store.retained_bases(),
+        spilled=spiller.copies if spiller else (),
+        pinned_base_bytes=usage.pinned_bytes,
+    )
+    return Holdings(memory, spiller.ended_restore if spiller else "")
 
 
 def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
