@@ -24,6 +24,7 @@ from rollout_side.engine import (
     SwitchTimes,
     VersionFacts,
 )
+from rollout_side.memory.digest_reading import TensorDigests
 from rollout_side.memory.ranks.messages import unpacked
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.vllm_engine.compat import bridges
@@ -58,6 +59,7 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
 from weft_rl.contract.replica_report import AbsentPolicy, Sleep
 from weft_rl.contract.tensors import Reference
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
@@ -280,11 +282,11 @@ class VllmReplica:
 
     async def join_group(self, order: JoinOrder) -> None:
         """See ``Engine``."""
-        await self._workers.call("weft_join", *_ticket_and_rest(order))
+        await self._workers.call("weft_join", packing(JoinOrder).pack(order))
 
     async def send(self, order: SendOrder) -> None:
         """See ``Engine``."""
-        await self._workers.call("weft_send", *_ticket_and_rest(order))
+        await self._workers.call("weft_send", packing(SendOrder).pack(order))
 
     async def pin_bases(self, versions: Sequence[int]) -> None:
         """See ``Engine``."""
@@ -318,13 +320,11 @@ class VllmReplica:
             wait_seconds, longest = _DIGEST_LOOK_SECONDS
             while True:
                 values = await self._workers.call("weft_digested")
-                value = next(value for value in values if value["tensors"] is not None)
-                if part := value["tensors"]:
-                    yield [
-                        StoredTensor(name, dtype, tuple(shape), digest)
-                        for name, dtype, shape, digest in part
-                    ]
-                if value["is_all"]:
+                packed = next(value["digests"] for value in values if value["digests"])
+                part = unpacked(TensorDigests, packed)
+                if part.tensors:
+                    yield part.tensors
+                if part.is_all:
                     return
                 await asyncio.sleep(wait_seconds)
                 wait_seconds = min(2 * wait_seconds, longest)
@@ -339,13 +339,7 @@ class VllmReplica:
 
     async def spill(self, order: SpillOrder) -> None:
         """See ``Engine``."""
-        await self._workers.call(
-            "weft_spill",
-            [str(version) for version in order.keep],
-            [str(version) for version in order.retired],
-            order.served_base,
-            order.serves_all,
-        )
+        await self._workers.call("weft_spill", packing(SpillOrder).pack(order))
 
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
         """See ``Engine``."""
@@ -573,9 +567,3 @@ class VllmReplica:
     def refuse_requests(self, reason: str) -> None:
         """See ``Engine``."""
         self._gate.close(reason)
-
-
-def _ticket_and_rest(order: JoinOrder | SendOrder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split an order into its ticket and its other fields, as plain values for workers."""
-    fields = dataclasses.asdict(order)
-    return fields.pop("ticket"), fields

@@ -396,8 +396,9 @@ class EngineDouble:
         reading, is_all = DigestReader(self.store, version), False
         try:
             while not is_all:
-                part, is_all = reading.take()
-                yield part
+                part = reading.take()
+                is_all = part.is_all
+                yield part.tensors
                 await asyncio.sleep(0.001)
         finally:
             reading.close()

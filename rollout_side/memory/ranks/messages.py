@@ -110,7 +110,7 @@ register(Manifest, BytesCodec(_pack_manifest, _unpack_manifest, _MAX_LAYOUT))
 
 
 def unpacked(value: type[_T], content: bytes) -> _T:
-    """Decode what another rank has packed.
+    """Decode what another process of the replica has packed.
 
     Raises:
         PeerUnavailableError: The bytes are no such thing.
@@ -119,9 +119,7 @@ def unpacked(value: type[_T], content: bytes) -> _T:
     try:
         return packing(value).unpack(content)
     except (struct.error, ValueError) as error:
-        raise PeerUnavailableError(
-            f"another rank says {value.__name__}, garbled: {error}"
-        ) from error
+        raise PeerUnavailableError(f"garbled {value.__name__}: {error}") from error
 
 
 MESSAGES: Final = Codec[Message](

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_side.engine import SwitchTimes
+from rollout_side.memory.digest_reading import TensorDigests
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.generations import Generations
 from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
@@ -18,6 +19,7 @@ from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ async def learn_copies(
     stored = await initial_checkpoint.read_tensors()
     if not stored:
         return
-    tensors = [(t.name, t.dtype, list(t.dims), t.digest) for t in stored]
+    tensors = packing(TensorDigests).pack(TensorDigests(tuple(stored)))
     try:
         async with gate.exclusive():
             if is_served():

@@ -5,7 +5,7 @@ busy per worker of an idle replica. So the worker writes when something has chan
 replica's process reads. Neither ever waits for the other, and the last report outlives the worker.
 
 The page is a ``memfd`` of the reader's, which the writer opens by path. It has two slots, written
-in turn, each a header (number, length, checksum) and packed ``Holdings``. The valid slot of the
+in turn, each a header (number, length, checksum) and packed ``WorkerUsage``. The valid slot of the
 higher number counts; a slot that is being written, or was when its writer died, is not valid.
 
 Behind the slots each rank writes the time of its last progress, by the machine's monotonic clock,
@@ -41,7 +41,7 @@ _PAGE_BYTES = _TIMES_AT + _TIMES.size
 
 
 @dataclass(frozen=True)
-class Holdings:
+class WorkerUsage:
     """Versions and bytes that a worker holds."""
 
     memory: MemoryUsage
@@ -49,8 +49,8 @@ class Holdings:
     """Transfer of the last restore, once that has ended."""
 
 
-_NOTHING: Final = Holdings(MemoryUsage(adapter_bytes=0, staging_bytes=0))
-_CODEC: Final = packing(Holdings)
+_NOTHING: Final = WorkerUsage(MemoryUsage(adapter_bytes=0, staging_bytes=0))
+_CODEC: Final = packing(WorkerUsage)
 
 
 class HoldingsPage:
@@ -69,7 +69,7 @@ class HoldingsPage:
         """Path at which a process of the same user opens the page, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def read(self) -> Holdings:
+    def read(self) -> WorkerUsage:
         """Return the last report; empty before the first. Cheap if nothing has changed."""
         with self._lock:
             if self._fd < 0:
@@ -146,7 +146,7 @@ class HoldingsWriter:
         self._map = _opened(path)
         self._number = 0
 
-    def write(self, value: Holdings) -> None:
+    def write(self, value: WorkerUsage) -> None:
         """Replace the value that can be read.
 
         Raises:
@@ -194,9 +194,9 @@ class HoldingsReport:
         look: Returns what is held.
     """
 
-    def __init__(self, writer: HoldingsWriter, look: Callable[[], Holdings]) -> None:
+    def __init__(self, writer: HoldingsWriter, look: Callable[[], WorkerUsage]) -> None:
         self._writer, self._look = writer, look
-        self._reported: Holdings | None = None
+        self._reported: WorkerUsage | None = None
         self._active_at = time.monotonic()
         self._lock = threading.Lock()
         self._closed = False

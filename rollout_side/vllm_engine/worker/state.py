@@ -9,7 +9,7 @@ import pkgutil
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,10 +39,10 @@ from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_re
 from rollout_side.vllm_engine.loading.reload import load_in_place
 from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
 from rollout_side.vllm_engine.worker.holdings import (
-    Holdings,
     HoldingsReport,
     HoldingsWriter,
     ProgressWriter,
+    WorkerUsage,
 )
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.trial import Trial
@@ -50,7 +50,7 @@ from weft_rl import logs
 from weft_rl.contract.capabilities import ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
 from weft_rl.contract.manifest import Manifest
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import LinearModule, Reference, TensorMeta
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends, gpu_uuid
@@ -66,7 +66,7 @@ _MAX_REFUSAL_CHARS = 480
 
 @dataclass(frozen=True, kw_only=True)
 class OpenConfig:
-    """Configuration that a worker starts with; sent as a plain dict."""
+    """Configuration that a worker starts with."""
 
     staging_memory_bytes: int
     adapter_memory_bytes: int
@@ -82,30 +82,42 @@ class OpenConfig:
     """Path at which that process reads what the receiving rank holds: ``HoldingsPage.path``."""
     ranks_secret: str
     """Secret by which the replica's ranks find and recognise each other to load in place."""
-    architecture: str
-    tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
-    """Name, ``DataType`` and shape of everything a base must hold."""
-    draft_prefixes: Sequence[str] = field(default=())
-    """``Reference.draft_prefixes`` of the served model."""
-    draft_files: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
-    """The same of what the files of the model that drafts tokens hold, by their names in a base."""
-    in_memory: Sequence[MemoryModule] = field(default=())
+    reference: Reference
+    """Everything that a base must hold."""
+    draft_files: tuple[TensorMeta, ...]
+    """Tensors of the files of the model that drafts tokens, by their names in a base."""
+    in_memory: tuple[MemoryModule, ...]
     """Linear modules of the architecture as a trainer has them in memory."""
-    spill: Mapping[str, Any] | None = None
-    """``SpillSettings`` of the replica's spill directory, which exists."""
+    spill: SpillSettings | None
+    """Spill directory of the replica, which exists."""
     traced_as: str = ""
     """Replica to name in this worker's spans; empty if it makes none."""
     reload_verdict: str | None = None
     """Result of ``why_not_repeated`` at an earlier start of the same; None to prove it now."""
 
-    def reference(self) -> Reference:
-        """Return the tensors as contract values."""
-        metas = _metas(self.tensors)
-        return Reference(self.architecture, metas, draft_prefixes=tuple(self.draft_prefixes))
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerDeclaration:
+    """Facts that a worker declares once it is open."""
 
-def _metas(tensors: Iterable[tuple[str, int, Sequence[int]]]) -> tuple[TensorMeta, ...]:
-    return tuple(TensorMeta(n, DataType(d), tuple(s)) for n, d, s in tensors)
+    pid: int
+    expected_modules: tuple[str, ...]
+    """Modules that can carry a LoRA, as vLLM's loader names them."""
+    lora_unapplied: tuple[str, ...]
+    """Name prefixes of modules that no LoRA is applied to."""
+    sent_as_float32: tuple[str, ...]
+    untold_modules: tuple[LinearModule, ...]
+    base_refusal: str
+    """Reason why this worker can load no base; empty if it can."""
+    reload_verdict: str | None
+    """Verdict of the proof at this start or an earlier one; None where there was none."""
+    draft: tuple[str, ...]
+    """Tensors of the model that drafts tokens which it loads."""
+    staging_bytes: int
+    backends: tuple[str, ...]
+    trial_name: str
+    """Name under which the receiving worker answers trials."""
+    gpu_uuid: str
 
 
 def decide_memory(
@@ -117,7 +129,7 @@ def decide_memory(
     if device.type != "cuda":
         return Memory(in_place=in_place), bound
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    metas = (*reference.tensors, *_metas(settings.draft_files))
+    metas = (*reference.tensors, *settings.draft_files)
     model_bytes = sum(meta.num_bytes for meta in metas)
     on_device = stage_on_device(settings.staging, device, model_bytes, free_bytes)
     if on_device:
@@ -179,21 +191,21 @@ def _watch(replica: int, engine: int | None) -> None:
     os._exit(1)  # nothing is left to clean up, and nobody to report to
 
 
-def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[str, Any]]:
+def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, WorkerDeclaration]:
     """Start a store on every rank, and on the receiving one what receives, sends and spills.
 
     Args:
         worker: vLLM's worker.
 
     Returns:
-        State of the worker, to be closed with it; and the worker's answer, as plain values.
+        State of the worker, to be closed with it; and what the worker declares.
 
     Raises:
         WeftError: Memory, spill directory or backend cannot be as configured.
     """
     logs.configure_as_parent()
     end_with(settings.replica_pid)
-    reference = settings.reference()
+    reference = settings.reference
     memory, staging_bytes = decide_memory(worker.device, reference, settings)
     store = WorkerStore(
         staging_capacity_bytes=staging_bytes,
@@ -214,11 +226,11 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     if state.base_refusal:
         _log.info("this replica takes no base: %s", state.base_refusal)
     if not state.base_refusal:
-        state.drafted = drafted_model(worker, reference, _metas(settings.draft_files))
+        state.drafted = drafted_model(worker, reference, settings.draft_files)
     if state.drafted is not None:
         as_float32 |= facts_of(state.drafted).held_as_float32
     warm()
-    backends = list(usable_backends(worker.device, settings.backend))
+    backends = usable_backends(worker.device, settings.backend)
     if worker.local_rank == RECEIVER_RANK:
         _start_receiving(state, settings, backends)
     vllm_name = vllm_namer(worker.model_runner.get_model())
@@ -230,21 +242,20 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     if manager is not None:
         whole = replace(reference, untold_modules=names.untold)
         expected, unapplied = lora_modules(manager._adapter_manager, whole)
-    return state, {
-        "pid": os.getpid(),
-        "is_receiver": state.receiver is not None,
-        "lora_modules": sorted(expected),
-        "lora_unapplied": unapplied,
-        "sent_as_float32": sorted(as_float32),
-        "untold_modules": [(m.name, m.shape, m.other_names) for m in names.untold],
-        "base_refusal": state.base_refusal,
-        "reload_verdict": verdict,
-        "draft": [] if state.drafted is None else list(state.drafted.reference.draft_by_name),
-        "staging_bytes": staging_bytes,
-        "backends": backends,
-        "trial_name": "" if state.trials is None else state.trials.name,
-        "gpu_uuid": gpu_uuid(worker.device),
-    }
+    return state, WorkerDeclaration(
+        pid=os.getpid(),
+        expected_modules=tuple(sorted(expected)),
+        lora_unapplied=tuple(unapplied),
+        sent_as_float32=tuple(sorted(as_float32)),
+        untold_modules=names.untold,
+        base_refusal=state.base_refusal,
+        reload_verdict=verdict,
+        draft=() if state.drafted is None else tuple(state.drafted.reference.draft_by_name),
+        staging_bytes=staging_bytes,
+        backends=backends,
+        trial_name="" if state.trials is None else state.trials.name,
+        gpu_uuid=gpu_uuid(worker.device),
+    )
 
 
 def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[str]]:
@@ -259,7 +270,7 @@ def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[st
     return lora_hook.expected_modules(adapters) - never, prefixes
 
 
-def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[str]) -> None:
+def _start_receiving(state: WorkerState, settings: OpenConfig, backends: Collection[str]) -> None:
     store = state.store
     if settings.traced_as:
         state.tracer = open_tracer("weft-replica", settings.traced_as)
@@ -271,10 +282,10 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
     if ONE_SIDED in backends:
         state.trials = TrialAnswerer(store.memory.device_of(ONE_SIDED))
     if settings.spill is not None:
-        folder = SpillFolder(SpillSettings(**settings.spill), state.reference.fingerprint)
+        folder = SpillFolder(settings.spill, state.reference.fingerprint)
         state.spiller = Spiller(store, folder, settings.base_copies)
     writer = HoldingsWriter(settings.holdings_path)
-    state.report = HoldingsReport(writer, partial(holdings_of, state))
+    state.report = HoldingsReport(writer, partial(usage_of, state))
     state.report.start()
 
 
@@ -388,7 +399,7 @@ def state_of(worker: Any) -> WorkerState:
     return state
 
 
-def holdings_of(state: WorkerState) -> Holdings:
+def usage_of(state: WorkerState) -> WorkerUsage:
     """Return what the receiving rank holds, which holds for all."""
     usage, spiller = state.store.usage(), state.spiller
     loading = {state.load.transfer_id} if state.load is not None else set()
@@ -400,7 +411,7 @@ def holdings_of(state: WorkerState) -> Holdings:
         spilled=spiller.copies if spiller else (),
         pinned_base_bytes=usage.pinned_bytes,
     )
-    return Holdings(memory, spiller.ended_restore if spiller else "")
+    return WorkerUsage(memory, spiller.ended_restore if spiller else "")
 
 
 def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:

@@ -12,7 +12,7 @@ import pytest
 from rollout_side.engine import JoinOrder, MemoryUsage, SpillOrder
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS
-from rollout_side.vllm_engine.worker.holdings import Holdings, HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter, WorkerUsage
 from rollout_side.vllm_engine.worker.rank_results import RankResult
 from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import (
@@ -32,7 +32,7 @@ async def test_a_restore_is_waited_for() -> None:
         await asyncio.sleep(0)
     assert not restoring.done()
     memory = MemoryUsage(adapter_bytes=0, staging_bytes=0, staged_transfer_ids=("t",))
-    HoldingsWriter(holdings.path).write(Holdings(memory, "t"))
+    HoldingsWriter(holdings.path).write(WorkerUsage(memory, "t"))
     await restoring
     assert engine.calls == ["weft_restore", "weft_restored"]  # asked once
     engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1)]

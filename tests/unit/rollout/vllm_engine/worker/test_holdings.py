@@ -19,14 +19,14 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.worker.holdings import (
     SLOT_BYTES,
-    Holdings,
     HoldingsPage,
     HoldingsReport,
     HoldingsWriter,
     ProgressWriter,
+    WorkerUsage,
 )
 from rollout_side.vllm_engine.worker.rank_results import guarded
-from rollout_side.vllm_engine.worker.state import WorkerState, holdings_of
+from rollout_side.vllm_engine.worker.state import WorkerState, usage_of
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import HeldVersion
@@ -35,9 +35,9 @@ from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 MANIFEST = plan_buckets((TensorMeta("w", DataType.FLOAT32, (4,)),))
 
 
-def held(spilled: tuple[HeldVersion, ...] = (), **fields: Any) -> Holdings:
+def held(spilled: tuple[HeldVersion, ...] = (), **fields: Any) -> WorkerUsage:
     given = {"adapter_bytes": 0, "staging_bytes": 0, **fields}
-    return Holdings(MemoryUsage(**given, spilled=spilled))
+    return WorkerUsage(MemoryUsage(**given, spilled=spilled))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_what_does_not_fit_leaves_what_was_there(page: HoldingsPage) -> None:
     writer = HoldingsWriter(page.path)
     writer.write(held(adapter_bytes=3))
     with pytest.raises(ValueError, match="does not fit"):
-        writer.write(Holdings(held().memory, "x" * SLOT_BYTES))
+        writer.write(WorkerUsage(held().memory, "x" * SLOT_BYTES))
     assert page.read().memory.adapter_bytes == 3
 
 
@@ -155,7 +155,7 @@ class _Worker:
 def _state(page: HoldingsPage) -> WorkerState:
     state = WorkerState(WorkerStore(2**20, 2**20, 1, Memory()), Reference("Model", ()))
     state.receiver = SimpleNamespace()  # type: ignore[assignment]
-    state.report = HoldingsReport(HoldingsWriter(page.path), lambda: holdings_of(state))
+    state.report = HoldingsReport(HoldingsWriter(page.path), lambda: usage_of(state))
     return state
 
 
