@@ -49,13 +49,7 @@ _CONFIRM_SECONDS = 3.0
 
 
 class Drainer:
-    """Drainer of one replica. Used on the event loop, except ``report``.
-
-    Args:
-        num_requests: Returns the number of requests that run now.
-        refuse: Called once with the reason to refuse new requests from now on.
-        is_needed: Returns whether a transfer needs the replica.
-    """
+    """Drainer of one replica. Used on the event loop, except ``report``."""
 
     def __init__(
         self,
@@ -92,11 +86,7 @@ class Drainer:
         self._began.set()
 
     async def wait_drained(self) -> str:
-        """Wait until nothing runs and no transfer needs the replica, or the time is over.
-
-        Returns:
-            Description of how it ended, for messages.
-        """
+        """Wait until nothing runs and no transfer needs the replica, or the time is over."""
         await self._began.wait()
         refusing = False
         while (now := time.monotonic()) < self._deadline:
@@ -341,11 +331,6 @@ class Agent:
 
         What it has told may be older than its order: it is asked once more, for a few seconds at
         most.
-
-        Raises:
-            StaleEpochError: It has not counted so far.
-            NotReadyError: ``POOL_MISMATCH``.
-            InvalidRequestError: No coordinator can have counted so far.
         """
         check_counted("coordinator generation", order.generation)
         check_counted("epoch", order.epoch)

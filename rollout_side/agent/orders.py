@@ -46,11 +46,7 @@ class OrderQueue:
         return self._lock.locked()
 
     async def run(self, order: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Carry out an order when its turn has come; return its result.
-
-        Args:
-            what: Description of the order, for messages.
-        """
+        """Carry out an order when its turn has come; return its result."""
         try:
             await self._lock.acquire()
         except asyncio.CancelledError:
@@ -90,11 +86,7 @@ class FailedTransfers:
         self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
 
     def check(self, transfer_id: str, version: PolicyVersion, advice: str = "") -> None:
-        """Refuse a transfer that has failed.
-
-        Raises:
-            NotReadyError: It has failed here.
-        """
+        """Refuse a transfer that has failed."""
         if transfer_id in self._failed:
             raise NotReadyError(
                 f"transfer {transfer_id} of {version} failed to load here before{advice}"
@@ -125,9 +117,6 @@ class ProbeOrders:
     """Probes of an engine's workers, one at a time; each is passed on once.
 
     The coordinator may repeat an order, and a call to workers that hang is not ended by its caller.
-
-    Args:
-        engine: Engine of the workers; used on its event loop.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -136,11 +125,7 @@ class ProbeOrders:
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self, order: JoinOrder) -> None:
-        """Pass a probe to the workers; return once they have taken it. They answer by themselves.
-
-        Raises:
-            WeftError: They did not take it.
-        """
+        """Pass a probe to the workers; return once they have taken it, before they answer."""
         group_id = order.ticket.group_id
         while self._starting is not None and self._group_id != group_id:
             if self._starting.done():
@@ -157,11 +142,7 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 
 class SpillOrders:
-    """Orders to an engine to spill: the last one given, and removals that wait for the next.
-
-    Args:
-        engine: Engine that spills; without a spill directory it is given no order.
-    """
+    """Orders to an engine to spill: the last one given, and removals that wait for the next."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -224,10 +205,6 @@ class SleepOrders:
 
     Only sleeping and waking go through the queue. The wait for running requests, or for readers of
     the weights, does not: commits and orders to wake may come meanwhile.
-
-    Args:
-        engine: Engine that sleeps.
-        orders: Queue of the engine's orders to switch.
     """
 
     def __init__(self, engine: Engine, orders: OrderQueue) -> None:
@@ -247,12 +224,7 @@ class SleepOrders:
     async def fall_asleep(self, order: SleepOrder) -> None:
         """Put the engine to sleep, as ``Engine.fall_asleep`` does. Replaces the order given
         before, whose callers then wait for this one. Carried out to its end, even if its caller
-        goes away.
-
-        Raises:
-            StaleEpochError: The engine was ordered to wake meanwhile.
-            WeftError: See ``Engine``.
-        """
+        goes away."""
         self._wanted = _PendingSleep(order, time.monotonic() + order.timeout_seconds)
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._carry_out(), name="fall-asleep")
@@ -260,12 +232,7 @@ class SleepOrders:
         await asyncio.shield(self._work)
 
     async def wake_up(self) -> None:
-        """Wake the engine when its turn has come, and cancel a sleep that has not begun.
-
-        Raises:
-            StaleEpochError: It was ordered to sleep meanwhile.
-            WeftError: See ``Engine``.
-        """
+        """Wake the engine when its turn has come, and cancel a sleep that has not begun."""
         self._wanted = None
         self._engine.take_requests()
         await self._orders.run(self._wake_up(), "waking")

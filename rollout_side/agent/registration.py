@@ -556,11 +556,7 @@ class Registration:
         self._on_told(source)
 
     def _check_pool(self, pool_id: str) -> None:
-        """Refuse a coordinator of another pool.
-
-        Raises:
-            NotReadyError: ``POOL_MISMATCH``.
-        """
+        """Refuse a coordinator of another pool."""
         if pool_id and self.pool_id and pool_id != self.pool_id:
             raise NotReadyError(
                 f"{self._config.coordinator} leads to the coordinator of pool {pool_id}, and this "
@@ -569,11 +565,7 @@ class Registration:
             )
 
     def _check_numbers(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
-        """Refuse numbers that leave no room to count on.
-
-        Raises:
-            NotReadyError: Names the number.
-        """
+        """Refuse numbers that leave no room to count on."""
         try:
             check_counted("coordinator generation", response.coordinator_generation)
             check_counted("epoch", response.epoch)

@@ -63,12 +63,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
-    """Return the version that an order names.
-
-    Raises:
-        InvalidNameError: Its policy has no valid name.
-        InvalidRequestError: Nobody can have counted so far.
-    """
+    """Return the version that an order names."""
     check_name(message.policy, "policy")
     check_counted("version", message.version)
     return POLICY_VERSION.decode(message)
@@ -86,11 +81,7 @@ def _source(request: Any) -> OrderSource:
 
 
 def _named(transfer_id: str) -> str:
-    """Return the transfer that an order names. Engines use the empty name for no transfer.
-
-    Raises:
-        InvalidRequestError: It is empty.
-    """
+    """Return the transfer that an order names. Engines use the empty name for no transfer."""
     if not transfer_id:
         raise InvalidRequestError("transfer_id is empty; it must name a transfer")
     return transfer_id
@@ -100,12 +91,7 @@ def _order(
     method: Callable[[ReplicaServicer, _Request, _Context], Coroutine[Any, Any, _Response]],
 ) -> Callable[[ReplicaServicer, _Request, _Context], Coroutine[Any, Any, _Response]]:
     """Let a method carry out orders of the coordinator that this replica is registered with, and
-    for this process, alone.
-
-    Raises (the method):
-        StaleEpochError: The order is of an older coordinator, or for another process at this
-            address.
-    """
+    for this process, alone."""
 
     @functools.wraps(method)
     async def carry_out(self: ReplicaServicer, request: _Request, context: _Context) -> _Response:
@@ -485,11 +471,7 @@ class GenerateServicer(GenerateServiceServicer):
 
 
 def _prompt(request: generate_pb2.GenerateRequest) -> str | list[int]:
-    """Return the prompt to complete: text or token ids, as given.
-
-    Raises:
-        InvalidRequestError: It is empty.
-    """
+    """Return the prompt to complete: text or token ids, as given."""
     prompt = request.text or list(request.token_ids.ids)
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give token_ids or text")

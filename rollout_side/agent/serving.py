@@ -46,9 +46,6 @@ class ServedVersions:
     """Versions that one engine serves, and the orders that change them.
 
     All methods run on the event loop that ``engine`` belongs to.
-
-    Args:
-        on_changed: Called whenever ``vector`` has changed.
     """
 
     def __init__(self, engine: Engine, on_changed: Callable[[], None] = lambda: None) -> None:
@@ -145,12 +142,7 @@ class ServedVersions:
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
     ) -> None:
         """Pause generation and load a base as it arrives, until it is committed or
-        discarded; see ``Engine.load_in_place``.
-
-        Raises:
-            NotReadyError: It was not prepared here, or has ended.
-            LoadFailedError: See ``Engine``.
-        """
+        discarded; see ``Engine.load_in_place``."""
         order = self._load_in_place(transfer_id, version, timeout_seconds)
         await self.orders.run(order, f"beginning to load {version}")
 
@@ -212,11 +204,7 @@ class ServedVersions:
         return times
 
     def _check_held(self, version: PolicyVersion, content_digest: bytes | None) -> None:
-        """Check that a version is not held with another digest.
-
-        Raises:
-            NotFoundError: It is held with other bytes than those wanted.
-        """
+        """Check that a version is not held with another digest."""
         if other := self.known.other_digest(version, content_digest):
             raise NotFoundError(f"{version} is held here with digest {other.hex()}")
 
@@ -299,12 +287,7 @@ class ServedVersions:
             _log.warning("what the engine holds could not be read: %s", error)
 
     def _serves(self, version: PolicyVersion, content_digest: bytes | None) -> bool:
-        """Return whether a version is served, with ``content_digest`` if one is given.
-
-        Raises:
-            DigestMismatchError: An adapter is served under this number with other bytes,
-                which requests may use. (A base is replaced, and none is left over.)
-        """
+        """Return whether a version is served, with ``content_digest`` if one is given."""
         if not self.vector.holds(version):
             return False
         other = self.known.other_digest(version, content_digest)
@@ -329,11 +312,7 @@ class ServedVersions:
         yield from self.memory.spilled
 
     async def describe(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """Return the known facts of a version that is held with that digest.
-
-        Raises:
-            NotFoundError: It is not held.
-        """
+        """Return the known facts of a version that is held with that digest."""
         facts = self.known.facts.get(version)
         if facts is not None and facts.digest == content_digest and self._has(version):
             return facts

@@ -313,11 +313,7 @@ class HandoffQueue:
 
     def shared_buckets(self, loader: int) -> Iterator[tuple[int, SharedBucket, Sequence[int]]]:
         """Yield the index, place and tensor digests of every bucket for another rank's loader.
-        Otherwise as ``buckets``.
-
-        Raises:
-            NotReadyError: There is no such loader, or it was given buckets before.
-        """
+        Otherwise as ``buckets``."""
         if not 0 < loader < len(self._loaders) or self._loaders[loader].num_taken:
             raise NotReadyError(f"rank {loader} has no load of {self.version} to begin; push again")
         for index in range(len(self.manifest.buckets)):

@@ -70,11 +70,7 @@ class HostRef:
     num_bytes: int
 
     def attach(self) -> Segment:
-        """Map the segment into this process.
-
-        Raises:
-            NotReadyError: Its owner has ended.
-        """
+        """Map the segment into this process."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -321,11 +317,7 @@ _KEPT_TWICE_BYTES = 2**30
 
 class SegmentPool:
     """Free segments of one worker, of two sizes at most: one of each, or two of a size up to
-    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them.
-
-    Args:
-        keeps: Returns whether a free segment is to be kept now.
-    """
+    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them."""
 
     def __init__(self, keeps: Callable[[Segment], bool] = lambda segment: True) -> None:
         self._keeps = keeps

@@ -59,9 +59,6 @@ def check_adapter_room(
     Args:
         held: Bytes of each adapter that can be served.
         waiting: Bytes that wait for their commit.
-
-    Raises:
-        CapacityError: The store is full; names the versions in it.
     """
     in_use = sum(held.values())
     if in_use + waiting + num_bytes > capacity:
@@ -82,9 +79,6 @@ def check_base_room(
     Args:
         in_use: Bytes that are staged or retained.
         pinned: Versions among them that no push may take.
-
-    Raises:
-        CapacityError: The store is full; names the versions in it.
     """
     if in_use + num_bytes > capacity:
         names = ", ".join(sorted(map(str, pinned)))
@@ -96,11 +90,7 @@ def check_base_room(
 
 
 class Reservations:
-    """Memory reserved for each transfer until it is staged or has ended.
-
-    Args:
-        lock: ``WorkerStore``'s lock, which guards the reservations.
-    """
+    """Memory reserved for each transfer until it is staged or has ended."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._ended = threading.Condition(lock)

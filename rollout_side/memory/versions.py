@@ -240,11 +240,7 @@ class StagedHandle:
     content_digest: bytes
 
     def attach(self) -> StagedVersion:
-        """Map the bytes into this process; nothing is copied.
-
-        Raises:
-            NotReadyError: The owner of the bytes is gone.
-        """
+        """Map the bytes into this process; nothing is copied."""
         segment = self.segment.attach()
         return StagedVersion(
             self.transfer_id, self.version, self.manifest, segment, self.content_digest
@@ -325,9 +321,6 @@ class RetainedBases:
     lock guards them. Late replicas clone them, a rollback loads them, a push takes their room.
 
     Methods that drop copies return their memory, which is the caller's again.
-
-    Args:
-        base_copies: Number of versions to keep, the served one included.
     """
 
     def __init__(self, base_copies: int) -> None:
@@ -431,11 +424,7 @@ def _is_on_host(copy: StagedVersion) -> bool:
 
 class ServedSlot:
     """Slot of the base that the engine's own weights hold, if they can be read: not before they
-    were loaded whole, nor while the engine sleeps.
-
-    Args:
-        lock: ``WorkerStore``'s lock, which guards the slot.
-    """
+    were loaded whole, nor while the engine sleeps."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock

@@ -129,10 +129,6 @@ class ReceiveRing:
         Args:
             arrived: How the bucket has arrived; lent memory is read until the returned function has
                 ended.
-
-        Raises:
-            DigestMismatchError: Other bytes arrived than were sent; the returned function may raise
-                it, too.
         """
         wire = self.wire(index)
         if self._plan.lists_runs:
@@ -176,15 +172,8 @@ class ReceiveRing:
 def arrival_buffers(plan: SendPlan, ahead: int, device: torch.device) -> dict[int, torch.Tensor]:
     """Make a few buffers for each sender, which its buckets arrive in in turn.
 
-    Args:
-        ahead: Buckets of one sender that may be under way.
-        device: Device of the side group.
-
     Returns:
         The buffer of each bucket, by its place in the plan.
-
-    Raises:
-        CapacityError: The accelerator has no room for them.
     """
     found: dict[int, torch.Tensor] = {}
     for sender in range(plan.num_senders):
@@ -219,9 +208,6 @@ def make_each(
         make: Makes a buffer of so many bytes, on ``device``.
         sizes: Bytes on the wire of each bucket.
         more: Further buffers to make at most, as far as there is memory.
-
-    Raises:
-        CapacityError: The accelerator has no room for ``count`` of them.
     """
     need, count = max(sizes), min(count, len(sizes))
     try:
@@ -245,13 +231,7 @@ def place_runs(
     into: BucketMemory,
 ) -> None:
     """Copy runs to their places, and write the zeros that follow their tensors. Blocks until
-    ``wire`` may be written again.
-
-    Args:
-        wire: uint8, a verified payload.
-        runs: Runs that the payload holds, in order.
-        into: Assembly that the runs have their places in.
-    """
+    ``wire`` may be written again."""
     data, starts = into
     at = 0
     for run in runs:
@@ -369,10 +349,6 @@ def receive_buckets(
     Receives are posted in the order of all buckets, as every other receiver posts them:
     communicators of several senders on one device must be used in one order. While a GPU verifies a
     bucket, the next one is awaited.
-
-    Raises:
-        DigestMismatchError: Other bytes arrived than were sent.
-        WeftError: The group has ended, or the deadline has passed.
     """
     course = _ReceivePipeline(membership, prepared, ring, first_bucket)
     began, waited = time.perf_counter(), 0.0
@@ -524,12 +500,7 @@ class _ReceivePipeline:
 
 
 def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
-    """Return what ``read`` returns of a bucket that has arrived.
-
-    Raises:
-        PeerUnavailableError: ``read`` finds other bytes, but the sender has left, and its memory
-            holds no bucket any more.
-    """
+    """Return what ``read`` returns of a bucket that has arrived."""
     try:
         return read()
     except DigestMismatchError:

@@ -62,15 +62,7 @@ _Direction = pb.AttendResponse | threading.Event | None
 
 
 class GroupReceiver:
-    """Membership of a worker in one side group, and the thread that receives in it.
-
-    Args:
-        ticket: Place of the worker in the group.
-        trainer_id: Trainer that owns the group.
-        store: Store that verified versions are put in.
-        former: Receiver of the trainer's group before, which this one waits for.
-        tracer: Tracer for the spans of what is received.
-    """
+    """Membership of a worker in one side group, and the thread that receives in it."""
 
     def __init__(
         self,
@@ -402,12 +394,7 @@ LONGEST_SECONDS = 60.0
 
 
 class Probe:
-    """One probe, from the order to attend it until the coordinator drops its group.
-
-    Args:
-        ticket: Place in the probe's group; nothing is sent over the backend.
-        threads: Threads that must have answered before.
-    """
+    """One probe, from the order to attend it until the coordinator drops its group."""
 
     def __init__(self, ticket: GroupTicket, threads: WorkingThreads) -> None:
         self.ticket = ticket
@@ -441,11 +428,7 @@ class Probe:
             pause = min(LONGEST_SECONDS, 2 * pause)
 
     def _attend(self) -> None:
-        """Attend until the group is dropped.
-
-        Raises:
-            WeftError: The group was dropped, or the coordinator went away.
-        """
+        """Attend until the group is dropped."""
         ticket = self.ticket
         errors: list[WeftError] = []
         ended = threading.Event()
@@ -473,12 +456,7 @@ class Probe:
 
 
 class Receiver:
-    """All side groups of one worker process, one per trainer.
-
-    Args:
-        store: Store that verified versions are put in.
-        tracer: Tracer for the spans of what is received; its owner closes it.
-    """
+    """All side groups of one worker process, one per trainer."""
 
     def __init__(self, store: WorkerStore, tracer: Tracer = NO_TRACER) -> None:
         self._store, self._tracer = store, tracer

@@ -30,14 +30,7 @@ from weft_rl.transport.wire.buckets import BucketMemory, bucket_sums
 
 
 class StagingTransfer:
-    """``IncomingTransfer`` that is staged.
-
-    Args:
-        store: Store that the version is put in.
-        version: Version that arrives.
-        partial: Part that has arrived before; taken from the store.
-        plan: Plan of its buckets as they come.
-    """
+    """``IncomingTransfer`` that is staged."""
 
     def __init__(
         self,

@@ -242,15 +242,7 @@ def _make_folder(spill: SpillSettings, described: Reference) -> None:
 def parse_args(
     vllm_args: Sequence[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
 ) -> Namespace:
-    """Parse ``vllm serve``'s arguments and add those that Weft needs.
-
-    Args:
-        defaults: Values of vLLM's options that the arguments do not give.
-
-    Raises:
-        UnsupportedError: An argument that Weft cannot honour.
-        InvalidRequestError: vLLM refused them; says why, or its parser has printed it.
-    """
+    """Parse ``vllm serve``'s arguments and add those that Weft needs."""
     parser = parts.make_arg_parser(parts.argument_parser())
     parser.set_defaults(**defaults)
     cpu_cache.mark_default(parser)

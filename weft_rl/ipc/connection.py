@@ -99,11 +99,7 @@ class Codec(Generic[_M]):
             raise PeerError(f"{peer} says {name}, garbled: {error}") from error
 
     def check_size(self, number: int, num_bytes: int, peer: str = "the peer") -> None:
-        """Refuse a frame of ``peer`` of an unknown kind, or longer than its kind may be.
-
-        Raises:
-            PeerError: It is such a frame.
-        """
+        """Refuse a frame of ``peer`` of an unknown kind, or longer than its kind may be."""
         if number not in self._kinds:
             raise PeerError(f"{peer} says a message of kind {number}, which there is not")
         if num_bytes > self._packings[number].max_bytes:
@@ -115,11 +111,7 @@ class Codec(Generic[_M]):
         return _HEAD.pack(self._magic, self._version, number)
 
     def read_head(self, data: bytes | bytearray, peer: str = "the peer") -> int:
-        """Return the kind of the frame of ``peer`` that ``data`` begins with.
-
-        Raises:
-            PeerError: It begins no frame of this codec and version.
-        """
+        """Return the kind of the frame of ``peer`` that ``data`` begins with."""
         if len(data) < _HEAD.size or data[: len(self._magic)] != self._magic:
             raise PeerError(f"{peer} says what is no message of Weft's")
         _, version, number = _HEAD.unpack_from(data)

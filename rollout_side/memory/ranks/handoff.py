@@ -67,14 +67,7 @@ def address_of(secret: str) -> str:
 
 
 def connect(secret: str, timeout_seconds: float) -> RankConnection:
-    """Connect to the receiving rank; block for at most ``timeout_seconds``.
-
-    Args:
-        secret: Secret of the replica's ranks.
-
-    Raises:
-        PeerUnavailableError: Nobody listens, or no rank of this replica.
-    """
+    """Connect to the receiving rank; block for at most ``timeout_seconds``."""
     deadline = time.monotonic() + timeout_seconds
     handshake = Handshake(secret.encode())
     try:

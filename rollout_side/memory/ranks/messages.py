@@ -134,12 +134,7 @@ class RankConnection(Connection[Message]):
     ``shut``."""
 
     def say(self, message: Message) -> None:
-        """Send a message; raises as ``hear`` does if the other side has gone.
-
-        Raises:
-            PeerGoneError: The other side has gone.
-            PeerUnavailableError: The other side reads nothing.
-        """
+        """Send a message; raises as ``hear`` does if the other side has gone."""
         try:
             self.send(message)
         except PeerTimeoutError as error:

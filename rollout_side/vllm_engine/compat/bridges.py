@@ -67,11 +67,7 @@ def check_version(version: str) -> tuple[int, int]:
 
 
 def installed_version() -> str:
-    """Return vLLM's version.
-
-    Raises:
-        UnsupportedError: vLLM cannot be imported.
-    """
+    """Return vLLM's version."""
     with _importing():
         return str(importlib.import_module("vllm").__version__)
 
@@ -128,11 +124,7 @@ class ServerParts:
 
 
 def server_parts() -> ServerParts:
-    """Find the builders: they moved in 0.32, and the arguments again in 0.33.
-
-    Raises:
-        UnsupportedError: vLLM's server cannot be imported.
-    """
+    """Find the builders: they moved in 0.32, and the arguments again in 0.33."""
     with _importing():
         return _server_parts()
 
@@ -222,9 +214,6 @@ def sampling_params(sampling: Sampling, num_samples: int = 1, chunk_tokens: int 
     Args:
         num_samples: Number of samples of the prompt.
         chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.32 on.
-
-    Raises:
-        ValueError, or what ``typed_failures`` maps: The settings contradict each other.
     """
     module = importlib.import_module("vllm.sampling_params")
     params = module.SamplingParams(
@@ -363,14 +352,7 @@ def without_lora(model: Any) -> Iterator[None]:
 
 
 def checkpoint_tensors(worker: Any, *, lazily: bool = False) -> Iterator[tuple[str, Any]]:
-    """Return the tensors of the files that an engine was started with, by checkpoint name.
-
-    Args:
-        lazily: Whether to read no more than what is used of them, where vLLM can.
-
-    Raises:
-        UnsupportedError: Its loader cannot read them again.
-    """
+    """Return the tensors of the files that an engine was started with, by checkpoint name."""
     config, model = worker.vllm_config, worker.model_runner.get_model()
     return _read_again(config.load_config, worker.model_config, model, lazily=lazily)
 
@@ -416,11 +398,7 @@ def why_read_whole(worker: Any) -> str:
 
 
 def model_files(worker: Any) -> list[Path]:
-    """Return the safetensors files that an engine was started with; empty where there are none.
-
-    Raises:
-        InvalidRequestError: Their index cannot be read.
-    """
+    """Return the safetensors files that an engine was started with; empty where there are none."""
     config, load_config = worker.model_config, worker.vllm_config.load_config
     model_dir = local_model_dir(config.model, config.revision, load_config.download_dir)
     return [] if model_dir is None else weight_files(model_dir)
@@ -447,11 +425,7 @@ def why_draft_stays(model_runner: Any) -> str:
 
 def draft_checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     """Return the tensors of the files of the model that drafts tokens, by their names in a base;
-    none where they are the served model's own files.
-
-    Raises:
-        UnsupportedError: As ``checkpoint_tensors``.
-    """
+    none where they are the served model's own files."""
     config = worker.vllm_config
     drafting = config.speculative_config
     if draft_is_in_checkpoint(drafting, worker.model_config):
@@ -468,12 +442,7 @@ def draft_load_config(config: Any) -> Any:
 
 
 def draft_is_in_checkpoint(drafting: Any, config: Any) -> bool:
-    """Return whether the model that drafts tokens is a part of the served model's checkpoint.
-
-    Args:
-        drafting: vLLM's ``SpeculativeConfig``.
-        config: ``ModelConfig`` of the served model.
-    """
+    """Return whether the model that drafts tokens is a part of the served model's checkpoint."""
     return bool(
         drafting.method != "draft_model" and drafting.draft_model_config.model == config.model
     )
@@ -507,11 +476,7 @@ def rename_mapper(model: Any) -> Any:
 
 
 def validate_loaded(manager: Any, lora: Any) -> None:
-    """Run vLLM's checks of a loaded adapter, those that this version has; see ``places``.
-
-    Raises:
-        ValueError: A check fails; in vLLM's words.
-    """
+    """Run vLLM's checks of a loaded adapter, those that this version has; see ``places``."""
     for name in (
         "_validate_moe_lora_format",
         "_validate_classification_head_lora",  # 0.33

@@ -307,12 +307,7 @@ Explain = Callable[[str], Refusal | None]
 
 
 def explain_unknown_models(app: App, explain: Explain) -> App:
-    """Return an ASGI application that replaces the 404 of an unknown model by ``explain(name)``.
-
-    Args:
-        app: vLLM's application.
-        explain: Returns the answer instead; None keeps vLLM's.
-    """
+    """Return an ASGI application that replaces the 404 of an unknown model by ``explain(name)``."""
 
     async def explaining(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

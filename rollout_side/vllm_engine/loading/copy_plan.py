@@ -56,9 +56,6 @@ def trace_copies(
         unfilled: Layers that no copy may go to, and their loading forms.
         data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
         ignored: Names of tensors that have no place in the model.
-
-    Raises:
-        ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
     """
     with (
         torch.no_grad(),
@@ -174,11 +171,6 @@ class CopyPlan:
     """Copies that load one layout into one model, or one rank's part of it.
 
     Proven by ``plan_proof``.
-
-    Args:
-        manifest: The layout.
-        pieces: Copies of each bucket.
-        processed: Layers whose loading forms some of these fill.
     """
 
     def __init__(
@@ -205,10 +197,6 @@ class CopyPlan:
         draft; None if it has more of them, or a dtype differs.
 
         Another dtype takes more than a copy.
-
-        Args:
-            manifest: Layout of the tensors.
-            ignored: Names of tensors that have no place in the model.
         """
         if manifest.layout_digest == self.layout_digest:
             return self
@@ -237,12 +225,7 @@ class CopyPlan:
         return all(storage_of(tensor) in own for tensor in (*targets, *made))
 
     def load(self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Copy a segment of this layout into the model's parameters; returns when done.
-
-        Args:
-            data: uint8, the segment; on this device, or on one that it can read.
-            on_progress: Called at each bucket.
-        """
+        """Copy a segment of this layout into the model's parameters; returns when done."""
         with torch.no_grad():
             for index, start in enumerate(self._starts):
                 on_progress()
@@ -276,12 +259,6 @@ class CopyPlan:
 
         Args:
             out: uint8, at least the bucket's ``payload_bytes``; overwritten.
-
-        Returns:
-            The view of ``out`` that is the payload.
-
-        Raises:
-            ValueError: Not ``is_readable``.
         """
         if not self.is_readable:
             raise ValueError(
@@ -326,9 +303,6 @@ class CopyPlan:
         """Return the name of a tensor whose digest the parameters do not have; empty if none.
 
         Every place that a tensor is copied to is compared. Blocks.
-
-        Args:
-            digests: Expected digests of the layout's tensors, in the manifest's order.
         """
         resident: list[torch.Tensor] = []
         expected: list[tuple[str, int]] = []
@@ -411,11 +385,7 @@ class CopyPlan:
 def plan_of_layout(
     plans: Iterable[CopyPlan], manifest: Manifest, ignored: Collection[str] = ()
 ) -> CopyPlan | None:
-    """Return the plan of a layout, one of these or made of one; None if it cannot be.
-
-    Args:
-        ignored: See ``CopyPlan.for_layout``.
-    """
+    """Return the plan of a layout, one of these or made of one; None if it cannot be."""
     own_first = sorted(plans, key=lambda plan: plan.layout_digest != manifest.layout_digest)
     made = (plan.for_layout(manifest, ignored) for plan in own_first)
     return next((plan for plan in made if plan is not None), None)
@@ -430,12 +400,7 @@ def with_others(plan: CopyPlan | None, plans: Iterable[CopyPlan]) -> tuple[CopyP
 
 
 class _ProcessingPlan:
-    """Loading forms of processed layers, filled bucket by bucket.
-
-    Args:
-        pieces: Copies of each bucket, those to plain parameters included.
-        processed: The layers.
-    """
+    """Loading forms of processed layers, filled bucket by bucket."""
 
     def __init__(
         self, pieces: Sequence[Sequence[PlannedCopy]], processed: Sequence[ProcessedModule]
@@ -551,9 +516,6 @@ def processed_modules(
     Returns:
         Those that copies can fill, and others that have no parameters of their own afterwards (the
         scales of a KV cache), with their loading forms: no copy may go there.
-
-    Raises:
-        ValueError: One of them is not filled by copies.
     """
     found: list[ProcessedModule] = []
     unfilled: list[tuple[torch.nn.Module, LoadingForm]] = []

@@ -46,13 +46,7 @@ def vllm_namer(model: Any) -> Callable[[str], str]:
 
 
 class ModuleTable:
-    """Names of the linear modules of a reference, and their full shapes.
-
-    Args:
-        reference: Reference of the served model.
-        in_memory: Linear modules of the architecture in a trainer's memory.
-        vllm_name: Function that gives a name of the checkpoint its name in vLLM's model.
-    """
+    """Names of the linear modules of a reference, and their full shapes."""
 
     def __init__(
         self,

@@ -66,11 +66,7 @@ class _SlotCopy:
         return self.stacked.as_strided(self.shape, self.target_stride, begin)
 
     def source(self, typed: torch.Tensor) -> torch.Tensor:
-        """Return the view that is copied from.
-
-        Args:
-            typed: The adapter's bytes as elements of the piece's dtype.
-        """
+        """Return the view that is copied from."""
         begin = typed.storage_offset() + self.offset
         return typed.as_strided(self.shape, self.source_stride, begin)
 
@@ -219,11 +215,7 @@ class AdapterLoader:
         self._plans: LruMapping[tuple[bytes, str], SlotPlan | None] = LruMapping(_MAX_PLANS)
 
     def load(self, worker: Any, entry: AdapterEntry, request: Any) -> None:
-        """Do ``worker.add_lora(request)``, by copies where they are known to do the same.
-
-        Raises:
-            Exception: vLLM's own, when it refuses the adapter.
-        """
+        """Do ``worker.add_lora(request)``, by copies where they are known to do the same."""
         key = entry.staged.manifest.layout_digest, entry.config_json
         # Taken in any case: nothing else would free the device's memory.
         received = entry.staged.take_device_copy()
@@ -360,11 +352,7 @@ class _StackTensor:
     parts: list[torch.Tensor]
 
     def under(self, view: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of the adapter that a view's rows along its first dim come from.
-
-        Raises:
-            ValueError: Its rows do not lie in a part each.
-        """
+        """Return the parts of the adapter that a view's rows along its first dim come from."""
         shape, strides = self.tensor.shape[1:], self.tensor.stride()[1:]
         found = []
         for index in range(view.shape[0]):
@@ -447,11 +435,7 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.data_ptr() - self._own.data_ptr()
 
     def plan(self, slot: int, staged: StagedVersion) -> SlotPlan:
-        """Return a plan that repeats, for any slot, what was seen.
-
-        Raises:
-            ValueError: More was done than copying every tensor, scaled.
-        """
+        """Return a plan that repeats, for any slot, what was seen."""
         if self._strange:
             raise ValueError(self._strange)
         starts = _tensor_starts(staged)

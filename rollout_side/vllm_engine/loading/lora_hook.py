@@ -105,19 +105,7 @@ def instead(path: str, model: Any) -> Iterator[None]:
 
 
 def load_from_store(manager: Any, lora_request: Any) -> Any:
-    """Load an adapter from the store, as ``_load_adapter`` does from a directory.
-
-    Args:
-        manager: A ``WorkerLoRAManager``.
-        lora_request: Request with a path of our scheme.
-
-    Returns:
-        A ``LoRAModel`` that owns its tensors.
-
-    Raises:
-        LoRAAdapterNotFoundError: The store does not hold it.
-        ValueError: vLLM cannot serve it.
-    """
+    """Load an adapter from the store, as ``_load_adapter`` does from a directory."""
     entry = _find(lora_request)
     _log.debug("%s is loaded from memory", entry.staged.version)
     adapters = manager._adapter_manager

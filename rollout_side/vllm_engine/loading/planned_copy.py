@@ -64,9 +64,6 @@ def joined(pieces: Iterable[PlannedCopy]) -> list[PlannedCopy]:
 
     Copies of one shape are one copy where they lie at equal distances, both in the parameter and on
     the wire: the experts of a layer, say.
-
-    Args:
-        pieces: Copies from one bucket, to parts of parameters that do not overlap.
     """
     found = list(pieces)
     while True:

@@ -46,10 +46,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 class ProcessedModule:
     """A linear layer whose method processes what was loaded, and its loading form.
 
-    Args:
-        name: Name of the layer, for error messages.
-        layer: The layer, as it serves.
-
     Raises:
         ValueError: Its method keeps tensors beside the layer's own, or asks other ranks, which may
             have no plan and would not answer; or more than parameters are loaded, or none.
@@ -105,9 +101,6 @@ class ProcessedModule:
 
         Args:
             loaded: Tensors of the loading form; written to unless ``only_reads``.
-
-        Raises:
-            ValueError: The method has made other tensors than the layer has.
         """
         layer, before = self.layer, dict(vars(self.layer))
         vars(layer).pop(_IS_PROCESSED, None)
@@ -179,12 +172,7 @@ def set_form(layer: torch.nn.Module, form: LoadingForm, loaded: Mapping[str, tor
 def in_loading_form(
     processed: Iterable[ProcessedModule], unfilled: Iterable[tuple[torch.nn.Module, LoadingForm]]
 ) -> Iterator[None]:
-    """Let layers have their loading forms, on the meta device, with the loaders that fill them.
-
-    Args:
-        processed: Layers that a plan fills.
-        unfilled: Other layers, and their loading forms.
-    """
+    """Let layers have their loading forms, on the meta device, with the loaders that fill them."""
     with contextlib.ExitStack() as stack:
         for layer in (*(each.layer for each in processed), *(layer for layer, _ in unfilled)):
             stack.callback(vars(layer).update, dict(vars(layer)))

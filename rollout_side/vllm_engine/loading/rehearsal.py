@@ -123,11 +123,7 @@ def _why_not_reloaded(
     tensors: Sequence[TensorMeta],
     loads: _LoadRecord,
 ) -> str:
-    """Rehearse a reload, note how it loads, and return what would get no value; empty if all would.
-
-    Args:
-        loads: Notes which layers tensors are loaded into.
-    """
+    """Rehearse a reload, note how it loads, and return what would get no value."""
     begin = time.perf_counter()
     quantised = worker.model_config.quantization is not None
     rehearsal = partial(_rehearse, model, tensors, loads=loads, quantised=quantised)
@@ -272,12 +268,7 @@ def _plain_tensors(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
 def _computed(
     model: torch.nn.Module, before: Mapping[str, Sequence[torch.Tensor]], written: Collection[int]
 ) -> tuple[str, ...]:
-    """Return the plain attributes that loading has set to other tensors, or has written to.
-
-    Args:
-        before: ``_plain_tensors`` before it.
-        written: Storages that it would have written to.
-    """
+    """Return the plain attributes that loading has set to other tensors, or has written to."""
     registered: set[int] = set()
     for layer in model.modules():
         info = importlib.import_module(LAYERWISE).get_layerwise_info(layer)
@@ -330,11 +321,7 @@ def _zeros(meta: TensorMeta, device: str) -> torch.Tensor:
 
 
 class _LoadRecord:
-    """Record of what a rehearsal loads some tensors into, as they are or as views.
-
-    Args:
-        watched: Names of these tensors.
-    """
+    """Record of what a rehearsal loads some tensors into, as they are or as views."""
 
     def __init__(self, watched: Collection[str] = ()) -> None:
         self._watched = watched

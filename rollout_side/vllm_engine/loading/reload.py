@@ -108,11 +108,7 @@ def _config_of(worker: Any, plan: CopyPlan) -> AbstractContextManager[object]:
 def _loaded_model(
     worker: Any, manifest: Manifest, reference: Reference, drafted: DraftedModel | None
 ) -> tuple[torch.nn.Module, frozenset[str]]:
-    """Return the model that a layout is loaded into, and the tensors that have no place there.
-
-    Raises:
-        InvalidManifestError: See ``apply_base``.
-    """
+    """Return the model that a layout is loaded into, and the tensors that have no place there."""
     metas = [slot.meta for slot in manifest.tensors]
     check_base(metas, reference)
     model: torch.nn.Module = worker.model_runner.get_model()
@@ -126,16 +122,7 @@ def reload_files(
     on_progress: Callable[[], None] = lambda: None,
     drafted: DraftedModel | None = None,
 ) -> None:
-    """Load what the engine was started with, from its files. Call it while paused.
-
-    Args:
-        on_progress: Called with each tensor.
-        drafted: See ``apply_base``.
-
-    Raises:
-        UnsupportedError: They cannot be read again.
-        LoadFailedError: As ``apply_base``.
-    """
+    """Load what the engine was started with, from its files. Call it while paused."""
     model = worker.model_runner.get_model() if drafted is None else drafted
     tensors = bridges.checkpoint_tensors(worker)
     if drafted is not None:
@@ -182,9 +169,6 @@ def reload_layers(
         tensors: Checkpoint names and full tensors, on any device; asked for one after the other.
             vLLM refers to a tensor until its layer is complete.
         num_tensors: Number of tensors that there must be, where that is known.
-
-    Raises:
-        LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
     """
     with mixing(version):
         try:
@@ -366,12 +350,6 @@ def load_in_place(
     the engine's, and its current stream waits for what the engine began before: all work
     is given to that stream, and is done when this returns. Blocks for the transfer.
     Adapters that were loaded come back at their next use.
-
-    Args:
-        plans, drafted: See ``apply_base``.
-
-    Returns:
-        See ``apply_base``.
 
     Raises:
         InvalidManifestError: It is not exactly what the model consists of; nothing

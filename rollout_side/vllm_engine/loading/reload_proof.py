@@ -71,9 +71,6 @@ def why_not_repeated(worker: Any, reference: Reference) -> str | None:
     enough, for ranks that quantise together, and where this load fails. The reason is a sentence
     without its full stop. Never raises; nothing that the model computes with changes. Blocks on the
     thread of the engine.
-
-    Args:
-        reference: Tensors that the model consists of.
     """
     begin = time.perf_counter()
     model = worker.model_runner.get_model()
@@ -263,11 +260,7 @@ def _compare(
 
 
 class _ReloadProof:
-    """Proof of a model against what a reload would make of it.
-
-    Args:
-        left_out: Layers that are not built.
-    """
+    """Proof of a model against what a reload would make of it."""
 
     def __init__(
         self,

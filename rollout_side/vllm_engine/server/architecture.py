@@ -13,14 +13,7 @@ _WEIGHT = ".weight"
 
 
 class ArchitectureModel:
-    """Tensors of a configuration, without memory.
-
-    Args:
-        hf_config: transformers' config of the model.
-
-    Raises:
-        UnsupportedError: transformers cannot make that model.
-    """
+    """Tensors of a configuration, without memory."""
 
     def __init__(self, hf_config: Any) -> None:
         try:

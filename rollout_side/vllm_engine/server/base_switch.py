@@ -25,18 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSwitch:
-    """Switch of one engine; used on its event loop, inside ``gate.exclusive``.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        workers: Calls to its workers.
-        gate: Pauses generation.
-        in_place: In-place load, which a commit confirms.
-        sleeper: Wakes the weights if they sleep.
-        requests: Running requests, and their handling at a switch.
-        answers: Generations, which record the base of their tokens.
-        updates_draft: True if a base can bring the model that drafts tokens.
-    """
+    """Switch of one engine; used on its event loop, inside ``gate.exclusive``."""
 
     def __init__(
         self,
@@ -111,11 +100,7 @@ class BaseSwitch:
         )
 
     async def _forget_old_base(self, version: PolicyVersion) -> int:
-        """Name the loaded version, and forget what the old weights have computed.
-
-        Returns:
-            Number of requests that had tokens.
-        """
+        """Name the loaded version, and forget what the old weights have computed."""
         bounded, requests = self._workers.bounded, self.requests
         await bounded(bridges.set_weight_version(self._engine, str(version)), "naming the base")
         begun = await bounded(requests.begun(), "listing running requests")

@@ -46,9 +46,6 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
     Returns:
         Every tensor a push must hold, in order of name, with the dtype that a sender
         casts it to.
-
-    Raises:
-        UnsupportedError: Neither way works.
     """
     architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
     metas = _from_files(model_dir) if model_dir is not None else []
@@ -70,13 +67,7 @@ def draft_files(
     vllm_config: Any, model_dir: Path | None, reference: Reference
 ) -> tuple[TensorMeta, ...]:
     """Return the tensors that the files of the model that drafts tokens hold, by their names in a
-    base; none where there is no such model, or its safetensors files are not on this machine.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        model_dir: Directory of the served model.
-        reference: Reference of that model.
-    """
+    base; none where there is no such model, or its safetensors files are not on this machine."""
     drafting = vllm_config.speculative_config
     own = getattr(drafting, "draft_model_config", None)
     if own is None or not draft_method(drafting):
@@ -207,11 +198,7 @@ def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
 
 
 def data_type(torch_dtype: object) -> DataType:
-    """Return the contract's name for a torch dtype (``torch.bfloat16``).
-
-    Raises:
-        KeyError: No manifest can hold that dtype.
-    """
+    """Return the contract's name for a torch dtype (``torch.bfloat16``)."""
     return DataType[str(torch_dtype).removeprefix("torch.").upper()]
 
 
@@ -245,15 +232,7 @@ def make_capabilities(
     engine_version: str,
     served_names: Iterable[str],
 ) -> Capabilities:
-    """Make the capabilities that a replica declares.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        reference: Reference of the served model.
-        declared: Declarations of the workers, the receiving one's first.
-        engine_version: vLLM's version.
-        served_names: Names that vLLM's OpenAI server has by its arguments.
-    """
+    """Make the capabilities that a replica declares."""
     first = declared[0]
     model, lora = vllm_config.model_config, vllm_config.lora_config
     base_dtype = data_type(model.dtype)

@@ -24,14 +24,7 @@ _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class Generations:
-    """Running generations of one engine; used on its event loop.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        generate: Its method; raises nothing if a generation is aborted.
-        tracker: Refuses new requests, and counts those that run, as over HTTP.
-        models: Models that can be requested.
-    """
+    """Running generations of one engine; used on its event loop."""
 
     def __init__(
         self,
@@ -53,11 +46,7 @@ class Generations:
         return await asyncio.to_thread(decode_images, images)
 
     def begin(self, order: GenerateOrder) -> VllmGeneration:
-        """Begin to complete a prompt, as ``Engine.generate``.
-
-        Raises:
-            InvalidRequestError: vLLM refuses the sampling settings.
-        """
+        """Begin to complete a prompt, as ``Engine.generate``."""
         if self._tracker.refuse_reason:
             raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
         lora = self._models.request_of(order.adapter) if order.adapter else None
@@ -85,12 +74,7 @@ class Generations:
             abort.exception()  # an engine that has died ends the process elsewhere
 
     def expect_aborts(self, version: PolicyVersion, aborted: Set[str]) -> None:
-        """Mark the generations that are about to be ended because the base changes.
-
-        Args:
-            version: The base that it changes to.
-            aborted: Ids of their requests.
-        """
+        """Mark the generations that are about to be ended because the base changes."""
         for answer in self._running:
             if answer.request_id in aborted:
                 answer.changed_to = version.version
@@ -129,12 +113,7 @@ def _prompt(order: GenerateOrder) -> str | dict[str, Any]:
 
 
 class VllmGeneration:
-    """Answer of a vLLM engine, as ``rollout_side.engine.Generation``.
-
-    Args:
-        outputs: vLLM's ``RequestOutput``s, each with the new tokens only.
-        ended: Stack that is closed when the generation ends.
-    """
+    """Answer of a vLLM engine, as ``rollout_side.engine.Generation``."""
 
     def __init__(
         self,

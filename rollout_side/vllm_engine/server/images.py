@@ -19,11 +19,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP")
 
 
 def decode_images(images: Sequence[PromptImage]) -> list[Image.Image]:
-    """Return the images in RGB; takes some milliseconds each, so call it on a thread.
-
-    Raises:
-        InvalidRequestError: One cannot be read, or they have too many pixels.
-    """
+    """Return the images in RGB; takes some milliseconds each, so call it on a thread."""
     decoded, num_pixels = [], 0
     for number, image in enumerate(images):
         opened = _open_file(image.file, number) if image.file else _open_pixels(image, number)

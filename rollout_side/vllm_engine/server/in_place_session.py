@@ -32,10 +32,6 @@ class InPlaceSession:
     """In-place load of one engine, at most one at a time; used on its event loop.
 
     Every coroutine is awaited inside ``gate.exclusive``.
-
-    Args:
-        workers: Calls to the workers, which load.
-        gate: Paused from a load's begin to its end; dirty after one that ended midway.
     """
 
     def __init__(self, workers: WorkerCalls, gate: RequestGate) -> None:
@@ -56,9 +52,6 @@ class InPlaceSession:
         """Pause generation and let the workers load a base, as ``Engine.load_in_place``.
 
         A load that was begun before resumes in another group. A load for another transfer is ended.
-
-        Raises:
-            NotReadyError: The transfer was not prepared, or has ended.
         """
         if not self.is_pending(transfer_id):
             await self.end()

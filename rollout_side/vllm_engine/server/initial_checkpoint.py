@@ -40,13 +40,7 @@ _FILES_SECONDS = 600.0
 
 
 class InitialCheckpoint:
-    """Checkpoint that an engine was started with, read from its files only.
-
-    Args:
-        load_format: vLLM's ``--load-format``.
-        cache: Cache of digests; by default the user's own.
-        download_dir: vLLM's ``--download-dir``.
-    """
+    """Checkpoint that an engine was started with, read from its files only."""
 
     def __init__(
         self, load_format: str, cache: DigestCache | None = None, *, download_dir: str | None = None
@@ -93,10 +87,6 @@ class InitialCheckpoint:
         """Return the tensors of its files, with cached digests.
 
         Blocks for the disk if digests are not cached.
-
-        Raises:
-            NotReadyError: ``NOT_RETAINED``: no files could be read, or they are being read for the
-                first time.
         """
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED or self._dir is None:
@@ -130,9 +120,6 @@ class InitialCheckpoint:
         """Check that the files are still what the engine was started with.
 
         Called before they are loaded again. Succeeds where they cannot be compared.
-
-        Raises:
-            NotReadyError: ``NOT_RETAINED``: the files are not the same, or cannot be read.
         """
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED:

@@ -28,12 +28,7 @@ _PACKAGES = ("transformers", "compressed-tensors", "flashinfer-python")
 
 
 class ReloadVerdict:
-    """Verdict of ``loading.reload_proof`` on one engine, in a cache folder.
-
-    Args:
-        engine: ``engine_identity``; if empty, nothing is kept.
-        folder: By default the user's own.
-    """
+    """Verdict of ``loading.reload_proof`` on one engine, in a cache folder."""
 
     def __init__(self, engine: str, folder: Path | None = None) -> None:
         self._engine = engine
@@ -55,12 +50,7 @@ class ReloadVerdict:
 
 
 def engine_identity(vllm_config: Any, version: str, model_dir: Path | None) -> str:
-    """Return a digest of what tells an engine from others; empty if that is not known.
-
-    Args:
-        version: Of vLLM.
-        model_dir: Directory of the model's files.
-    """
+    """Return a digest of what tells an engine from others; empty if that is not known."""
     try:
         # All of them: which ones vLLM takes depends on its version, and on the model.
         files = sorted(model_dir.glob("*.safetensors")) if model_dir is not None else []

@@ -24,11 +24,7 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 
 class EngineCaches:
-    """Caches of one engine; every coroutine is awaited while generation is paused.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-    """
+    """Caches of one engine; every coroutine is awaited while generation is paused."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -57,9 +53,6 @@ class EngineCaches:
 
         Args:
             keep_running: Whether running requests keep their blocks.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty``: old blocks could still be used.
         """
         if keep_running:
             await requests.keep_requests(self._engine)
@@ -109,10 +102,6 @@ class RequestsAtSwitch:
     running requests have cached meanwhile. Requests also get a salt if blocks are kept outside the
     engine's own cache, whose reset cannot be verified. To abort requests, ``generate`` raises an
     error that vLLM's server answers as retryable.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``; methods of it are replaced.
-        choice: Treatment of running requests.
     """
 
     def __init__(self, engine: Any, choice: RunningRequests) -> None:
@@ -144,9 +133,6 @@ class RequestsAtSwitch:
         Args:
             version: The base.
             begun: Requests that have tokens; the others begin anew.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty``: caches of the former base could be used.
         """
         # Requests with the old salt were sent before, so they are there when the caches are reset.
         self._base, self._num_switches = version, self._num_switches + 1

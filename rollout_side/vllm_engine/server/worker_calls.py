@@ -50,12 +50,6 @@ class WorkerCalls:
     Every method raises the WeftError of the first rank that failed. It raises TransferTimeoutError
     if the engine is too slow, or LoadFailedError (dirty) if the call changes weights. An engine
     that is gone is a LoadFailedError (dirty), too.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        deadlines: Bounds of the calls.
-        num_ranks: Number of ranks of the engine.
-        progress_at: Returns when a worker last reported progress, as ``time.monotonic()``.
     """
 
     def __init__(
@@ -85,9 +79,6 @@ class WorkerCalls:
 
         ``changes_weights`` and ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at
         ``check_results``.
-
-        Raises:
-            WeftError: From the first rank that failed, or as ``bounded``.
         """
         # Never pass vLLM's own timeout: when it expires, replies stay queued.
         answers = await self.bounded(
@@ -163,9 +154,6 @@ class WorkerCalls:
         """Let every rank map the version that the receiving rank staged.
 
         With one rank there is nothing to share: the load itself checks the staging.
-
-        Raises:
-            NotReadyError, DigestMismatchError: As ``Engine`` says; nothing changed.
         """
         if self._num_ranks == 1 or transfer_id == FROM_FILES:
             return

@@ -194,9 +194,6 @@ class WeftWorker:
         """Learn a copy plan from base@0, which the engine must still have.
 
         Changes nothing; the engine's step waits until the parameters are read once.
-
-        Args:
-            stored: ``TensorDigests`` of base@0's files.
         """
         state = state_of(self)
         state.check_idle()

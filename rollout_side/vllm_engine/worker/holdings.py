@@ -113,15 +113,7 @@ class HoldingsPage:
 
 
 class ProgressWriter:
-    """Writer of one rank's times of progress; used by any of its threads.
-
-    Args:
-        path: ``HoldingsPage.path``.
-        rank: Rank within the replica.
-
-    Raises:
-        OSError: The page's process is gone.
-    """
+    """Writer of one rank's times of progress; used by any of its threads."""
 
     def __init__(self, path: str, rank: int) -> None:
         self._map = _opened(path)
@@ -133,25 +125,14 @@ class ProgressWriter:
 
 
 class HoldingsWriter:
-    """Writer's end of the page; one per page, used by one thread at a time.
-
-    Args:
-        path: ``HoldingsPage.path``.
-
-    Raises:
-        OSError: The page's process is gone.
-    """
+    """Writer's end of the page; one per page, used by one thread at a time."""
 
     def __init__(self, path: str) -> None:
         self._map = _opened(path)
         self._number = 0
 
     def write(self, value: WorkerUsage) -> None:
-        """Replace the value that can be read.
-
-        Raises:
-            ValueError: It is too long; what was written before stays.
-        """
+        """Replace the value that can be read."""
         text = _CODEC.pack(value)
         if len(text) > _MOST_BYTES:
             raise ValueError(f"a report of {len(text)} bytes does not fit into {_MOST_BYTES}")
@@ -188,10 +169,6 @@ class HoldingsReport:
     """Reporter of what a worker holds, whenever that has changed; usable from any thread.
 
     Writes at once when ``notify`` is called; its thread notices other changes.
-
-    Args:
-        writer: Writer of the page, used by this object alone.
-        look: Returns what is held.
     """
 
     def __init__(self, writer: HoldingsWriter, look: Callable[[], WorkerUsage]) -> None:

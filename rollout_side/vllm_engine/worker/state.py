@@ -138,11 +138,7 @@ def decide_memory(
 
 
 def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, ...]:
-    """Return the backends that this worker offers, best first.
-
-    Raises:
-        UnsupportedError: It cannot use the one that was chosen.
-    """
+    """Return the backends that this worker offers, best first."""
     have = available_backends(device)
     offered = tuple(name for name in have if choice in ("auto", name))
     if not offered:
@@ -158,9 +154,6 @@ def end_with(replica_pid: int) -> None:
 
     Returns at once; the watch is a thread. Processes are held by descriptors, so a
     pid that is used again is never mistaken for the old one.
-
-    Raises:
-        OSError: There is no such process.
     """
     replica = os.pidfd_open(replica_pid)
     parent = os.getppid()
@@ -172,11 +165,7 @@ def end_with(replica_pid: int) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent.
-
-    Raises:
-        OSError: There is no such process.
-    """
+    """Return the pid of a process's parent."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1])
 
@@ -192,17 +181,7 @@ def _watch(replica: int, engine: int | None) -> None:
 
 
 def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, WorkerDeclaration]:
-    """Start a store on every rank, and on the receiving one what receives, sends and spills.
-
-    Args:
-        worker: vLLM's worker.
-
-    Returns:
-        State of the worker, to be closed with it; and what the worker declares.
-
-    Raises:
-        WeftError: Memory, spill directory or backend cannot be as configured.
-    """
+    """Start a store on every rank, and on the receiving one what receives, sends and spills."""
     logs.configure_as_parent()
     end_with(settings.replica_pid)
     reference = settings.reference
@@ -371,20 +350,12 @@ class WorkerState:
         return self.drafted is not None and self.drafted.reference.brings_draft(metas)
 
     def check_takes_bases(self) -> None:
-        """Refuse a base that would leave mixed weights.
-
-        Raises:
-            LoadFailedError: Nothing has changed.
-        """
+        """Refuse a base that would leave mixed weights."""
         if self.base_refusal:
             raise LoadFailedError(f"this replica can load no base: {self.base_refusal}")
 
     def check_idle(self) -> None:
-        """Refuse to touch weights while a loader that was ended still runs.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty`` "true".
-        """
+        """Refuse to touch weights while a loader that was ended still runs."""
         if self.load is not None and self.load.is_running:
             raise LoadFailedError(
                 f"{self.load.handoff.version} is still being loaded in place",
