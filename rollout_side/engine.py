@@ -468,6 +468,7 @@ class Engine(Protocol):
             NotReadyError: ``NOT_RETAINED``: the version is not there, or cannot be read.
             DigestMismatchError: The files there are not that version.
             CapacityError: There is no memory for it.
+            TransferTimeoutError: It took too long, and was dropped.
         """
 
     async def pin_bases(self, versions: Sequence[int]) -> None:

@@ -169,12 +169,10 @@ class HandoffQueue:
 
     @property
     def content_digest(self) -> bytes:
-        """See ``Handoff``."""
         return content_digest(in_manifest_order(self.manifest, self.digests))
 
     @property
     def is_begun(self) -> bool:
-        """See ``Handoff``."""
         return self._loaders[0].num_taken > 0
 
     @property
@@ -198,7 +196,6 @@ class HandoffQueue:
             self._changed.notify_all()
 
     def fail(self, error: WeftError) -> None:
-        """See ``Handoff``."""
         with self._changed:
             if self.error is None and not self.is_complete:
                 self.error = copy_error(error)
@@ -322,11 +319,9 @@ class HandoffQueue:
                 yield index, waiting.shared, self._digests[index]
 
     def report_progress(self) -> None:
-        """See ``Handoff``."""
         self._on_progress(max(0, self._num_taken() - 1))
 
     def complete(self, loader: int = 0) -> None:
-        """See ``Handoff``."""
         with self._changed:
             self._check()
             state = self._loaders[loader]

@@ -138,18 +138,15 @@ class HostSegment:
 
     @property
     def data(self) -> torch.Tensor:
-        """See ``Segment``."""
         self._settle()
         return self._data
 
     @property
     def ref(self) -> SegmentRef:
-        """See ``Segment``."""
         self._settle()
         return HostRef(self._pid, self._fd, self.num_bytes)
 
     def fill(self, source: torch.Tensor) -> None:
-        """See ``Segment``."""
         target = self.data[: source.numel()]
         if not source.is_cuda:
             target.copy_(source)
@@ -302,7 +299,6 @@ class DeviceSegment:
 
     @property
     def ref(self) -> SegmentRef:
-        """See ``Segment``."""
         return DeviceRef.of(self.data)
 
     def fill(self, source: torch.Tensor) -> None:

@@ -74,7 +74,6 @@ class ServedBase:
     read: Callable[[int, torch.Tensor], torch.Tensor]
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """See ``SendableVersion``."""
         return self.read(index, out)
 
 
@@ -99,7 +98,6 @@ class StagedVersion:
     """At most one tensor: the copy that ``own_bytes`` returns next."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """See ``SendableVersion``."""
         at, size = self._starts[index], self.manifest.buckets[index].payload_bytes
         return out[:size].copy_(self.segment.data[at : at + size])
 

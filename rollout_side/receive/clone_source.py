@@ -154,11 +154,9 @@ class CopiedBuckets:
         return True
 
     def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``."""
         return in_manifest_order(self.manifest, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
-        """See ``Buckets``."""
         return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
 
     def _buffer(self, index: int) -> torch.Tensor:

@@ -44,12 +44,10 @@ class StagingTransfer:
 
     @property
     def manifest(self) -> Manifest:
-        """See ``IncomingTransfer``."""
         return self._partial.manifest
 
     @property
     def num_verified(self) -> int:
-        """See ``IncomingTransfer``."""
         return self._partial.num_verified
 
     def ring(
@@ -75,7 +73,6 @@ class StagingTransfer:
         return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
-        """See ``IncomingTransfer``."""
         partial = self._partial
         self._copy_to_segment()
         digest = content_digest(partial.tensor_digests())
@@ -93,7 +90,6 @@ class StagingTransfer:
         return digest
 
     def keep(self) -> None:
-        """See ``IncomingTransfer``."""
         if self._partial.num_verified:
             self._copy_to_segment()
         self._store.put_partial(self._partial)
@@ -104,7 +100,6 @@ class StagingTransfer:
             self._partial.segment.fill(copy)
 
     def drop(self) -> None:
-        """See ``IncomingTransfer``."""
         self._store.release(self._partial.transfer_id, self._partial.segment)
 
     def wake(self) -> None:
@@ -128,7 +123,6 @@ class StagingSink:
 
     @property
     def num_kept(self) -> int:
-        """See ``Sink``."""
         return self._partial.num_verified
 
     def make_room(self, bucket: int, *, wait: bool) -> bool:
@@ -136,15 +130,12 @@ class StagingSink:
         return True
 
     def place(self, bucket: int) -> torch.Tensor | None:
-        """See ``Sink``."""
         return self._place(bucket) if self._is_on_device else None
 
     def assembly(self, bucket: int) -> BucketMemory | None:
-        """See ``Sink``."""
         return BucketMemory(self._data, self._starts)
 
     def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
-        """See ``Sink``."""
         if not self._partial.lists_runs and not self._is_on_device:
             self._place(index).copy_(wire)  # blocks
         self._partial.verified.append(carried)
@@ -219,18 +210,15 @@ class LoadingSink:
         return wait
 
     def place(self, bucket: int) -> torch.Tensor:
-        """See ``Sink``."""
         size = self._handoff.manifest.buckets[bucket].wire_bytes
         return self._buffers[bucket % len(self._buffers)][:size]
 
     def assembly(self, bucket: int) -> BucketMemory | None:
-        """See ``Sink``."""
         if bucket < self._num_put:  # it comes again, for a slower member
             return None
         return BucketMemory(self.place(bucket), [0] * len(self._handoff.manifest.buckets))
 
     def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
-        """See ``Sink``."""
         bucket = self._plan.buckets[index].bucket
         if not self._plan.lists_runs:
             self._hand_over(bucket, carried.digests)
@@ -258,7 +246,6 @@ class LoadingSink:
         self._is_due = self._is_due or due
 
     def is_load_due(self) -> bool:
-        """See ``Sink``."""
         now = self._is_due and not self._was_due
         self._was_due = self._was_due or now
         return now
@@ -310,12 +297,10 @@ class InPlaceTransfer:
 
     @property
     def manifest(self) -> Manifest:
-        """See ``IncomingTransfer``."""
         return self._handoff.manifest
 
     @property
     def num_verified(self) -> int:
-        """See ``IncomingTransfer``."""
         return self.plan.begin_of(len(self._handoff.digests))
 
     def ring(
@@ -336,7 +321,6 @@ class InPlaceTransfer:
         return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
-        """See ``IncomingTransfer``."""
         self._handoff.wait_complete(check)
         return self._handoff.content_digest
 
@@ -347,5 +331,4 @@ class InPlaceTransfer:
         """See ``IncomingTransfer``: as ``keep``; another one takes its place."""
 
     def wake(self) -> None:
-        """See ``IncomingTransfer``."""
         self._handoff.wake()

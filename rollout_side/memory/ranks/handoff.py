@@ -220,16 +220,13 @@ class RankHandoff:
 
     @property
     def content_digest(self) -> bytes:
-        """See ``Handoff``."""
         return content_digest(in_manifest_order(self.manifest, self._digests))
 
     @property
     def is_begun(self) -> bool:
-        """See ``Handoff``."""
         return bool(self._digests)
 
     def fail(self, error: WeftError) -> None:
-        """See ``Handoff``."""
         with self._lock:
             if self.error is not None or self.is_complete:
                 return
@@ -238,7 +235,6 @@ class RankHandoff:
             connection.fail(error)
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """See ``Handoff``."""
         segments: list[Segment] = []
         for index, bucket in enumerate(self.manifest.buckets):
             message = self._receive(Buffers, Arrived)
@@ -270,14 +266,12 @@ class RankHandoff:
                 time.sleep(PROGRESS_SECONDS)
 
     def report_progress(self) -> None:
-        """See ``Handoff``."""
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
             self._send(Working())
 
     def complete(self) -> None:
-        """See ``Handoff``."""
         with self._lock:
             self._check()
             self.is_complete = True

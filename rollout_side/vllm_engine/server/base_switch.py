@@ -44,7 +44,6 @@ class BaseSwitch:
         self.requests, self._answers = requests, answers
         self._updates_draft = updates_draft
         self.draft_version = 0
-        """See ``Engine``."""
 
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes

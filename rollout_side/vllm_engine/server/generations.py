@@ -40,7 +40,6 @@ class Generations:
         self._aborts: set[asyncio.Future[None]] = set()
 
     async def read_images(self, images: Sequence[PromptImage]) -> Sequence[Any]:
-        """See ``Engine``."""
         if not self._engine.model_config.is_multimodal_model:
             raise InvalidRequestError("this model takes no images")
         return await asyncio.to_thread(decode_images, images)
@@ -164,7 +163,6 @@ class VllmGeneration:
         return self._strict or (self._is_exact and not self._has_begun)
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
-        """See ``Generation``."""
         with bridges.typed_failures(has_images=self._has_images):
             async for output in self._outputs:
                 if self._is_void:
@@ -224,5 +222,4 @@ class VllmGeneration:
         return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
 
     def end(self) -> None:
-        """See ``Generation``."""
         self._ended.close()
