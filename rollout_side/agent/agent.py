@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
-from rollout_side.agent.orders import ProbeOrders, SleepOrders
 from rollout_side.agent.registration import (
     HeartbeatOrders,
     HeldVersions,
@@ -23,7 +22,7 @@ from rollout_side.agent.registration import (
     Registration,
     ReplicaDeclaration,
 )
-from rollout_side.agent.serving import ServedVersions
+from rollout_side.agent.serving import ProbeOrders, ServedVersions, SleepOrders
 from rollout_side.config import AgentConfig
 from rollout_side.engine import (
     AliasRefusals,

@@ -20,10 +20,11 @@ from rollout_side.memory.store import WorkerStore, WorkingThreads
 from rollout_side.memory.versions import PartialTransfer, is_adapter
 from rollout_side.receive.incoming_buckets import (
     IncomingTransfer,
+    InPlaceTransfer,
     PreparedTransfer,
+    StagingTransfer,
     receive_buckets,
 )
-from rollout_side.receive.transfers import InPlaceTransfer, StagingTransfer
 from weft_rl.contract.errors import (
     CapacityError,
     PeerUnavailableError,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from rollout_side.config import RolloutConfig
-from rollout_side.memory.ranks.messages import unpacked
+from rollout_side.memory.messages import unpacked
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges, places, requests
 from rollout_side.vllm_engine.http.middleware import (
@@ -25,12 +25,12 @@ from rollout_side.vllm_engine.http.middleware import (
 )
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import OpenAiServer, listen
+from rollout_side.vllm_engine.loading.reload_proof import ReloadVerdict, engine_identity
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server import capabilities, cpu_cache, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.engine_trial import EngineTrial
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
-from rollout_side.vllm_engine.server.reload_verdict import ReloadVerdict, engine_identity
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage

@@ -26,7 +26,7 @@ from rollout_side.engine import (
     VersionFacts,
 )
 from rollout_side.memory.digest_reading import TensorDigests
-from rollout_side.memory.ranks.messages import unpacked
+from rollout_side.memory.messages import unpacked
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.middleware import RequestTracker

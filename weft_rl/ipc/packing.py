@@ -65,7 +65,8 @@ def _make(value: type[_V]) -> BytesCodec[_V]:
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"no bytes are known of {value}")
     hints = typing.get_type_hints(value, include_extras=True)
-    form, most, head, parts, read, made = "<", 0, list[str](), list[str](), list[str](), list[str]()
+    form, head, read, made = "<", list[str](), list[str](), list[str]()
+    parts: dict[str, int] = {}
     known: dict[str, Any] = {"_Value": value}
     for field in dataclasses.fields(value):
         name, found = field.name, _encoding(hints[field.name])
@@ -76,26 +77,31 @@ def _make(value: type[_V]) -> BytesCodec[_V]:
             made.append(f"{name}=got_{name}" if field.kw_only else f"got_{name}")
             continue
         form += "H" if found.max_bytes < 2**16 else "I"
-        most += found.max_bytes
         known |= {f"pack_{name}": found.pack, f"unpack_{name}": found.unpack}
         head.append(f"len(part_{name})")
-        parts.append(name)
-        came = f"part_{name}" if found.unpack is bytes else f"unpack_{name}(part_{name})"
+        parts[name] = found.max_bytes
+        came = f"unpack_{name}(part_{name})"
         made.append(f"{name}={came}" if field.kw_only else came)
     layout = struct.Struct(form)
     known |= {"_pack": layout.pack, "_unpack": layout.unpack_from}
+    checks = [
+        f" if len(part_{n}) > {most}: raise ValueError('{n} is above {most:,} bytes')"
+        for n, most in parts.items()
+    ]
     lines = ["def pack(value):"]
     lines += [f" part_{name} = pack_{name}(value.{name})" for name in parts]
+    lines += checks
     packed = [f"_pack({', '.join(head)})", *(f"part_{name}" for name in parts)]
     lines += [f" return {' + '.join(packed)}"]
     lines += ["def unpack(content):", f" end = {layout.size}"]
     lines += [f" {''.join(f'got_{name}, ' for name in read)} = _unpack(content)"] if read else []
     lines += [f" part_{n} = content[end : end + got_{n}]; end += got_{n}" for n in parts]
+    lines += checks
     lines += [" if end != len(content): raise ValueError(f'{len(content):,} bytes, not {end:,}')"]
     lines += [f" return _Value({', '.join(made)})"]
     # No input: the source is made of names of fields alone.
     exec(compile("\n".join(lines), f"<packing of {value.__name__}>", "exec"), known)
-    return BytesCodec(known["pack"], known["unpack"], min(_MOST, layout.size + most))
+    return BytesCodec(known["pack"], known["unpack"], min(_MOST, layout.size + sum(parts.values())))
 
 
 def _encoding(hint: Any) -> str | BytesCodec[Any]:
@@ -127,20 +133,13 @@ def _encoding(hint: Any) -> str | BytesCodec[Any]:
 
 
 def _content(kind: type, most: int) -> BytesCodec[Any]:
-    def checked(content: bytes) -> bytes:
-        if len(content) > most:
-            raise ValueError(f"{len(content):,} bytes, of {most:,} at most")
-        return content
-
     def cut(text: str) -> bytes:
         content = text.encode("utf-8", "replace")
-        return (
-            content if len(content) <= most else content[:most].decode("utf-8", "ignore").encode()
-        )
+        if len(content) > most:
+            content = content[:most].decode("utf-8", "ignore").encode()
+        return content
 
-    if kind is bytes:
-        return BytesCodec(checked, bytes if most == _MOST else checked, most)
-    return BytesCodec(cut, lambda content: checked(content).decode(), most)
+    return BytesCodec(bytes, bytes, most) if kind is bytes else BytesCodec(cut, bytes.decode, most)
 
 
 def _entries(entry: str | BytesCodec[Any], most: int) -> BytesCodec[Any]:
@@ -170,8 +169,8 @@ def _entries(entry: str | BytesCodec[Any], most: int) -> BytesCodec[Any]:
         values, at = list[Any](), 0
         while at < len(content):
             at, (size,) = at + length.size, length.unpack_from(content, at)
-            if at + size > len(content):
-                raise ValueError("it ends too early")
+            if at + size > len(content) or size > entry.max_bytes:
+                raise ValueError(f"an entry of {size:,} bytes")
             values.append(entry.unpack(content[at : at + size]))
             at += size
             check(len(values))

@@ -19,9 +19,8 @@ from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReader, TensorDigests
-from rollout_side.memory.handoff import Handoff, InPlaceLoad
-from rollout_side.memory.ranks.handoff import RankHandoff
-from rollout_side.memory.ranks.messages import unpacked
+from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankHandoff
+from rollout_side.memory.messages import unpacked
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook

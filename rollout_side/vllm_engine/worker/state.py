@@ -20,8 +20,7 @@ import torch
 from rollout_side.config import Staging
 from rollout_side.engine import JoinOrder, MemoryUsage
 from rollout_side.memory.digest_reading import DigestReader
-from rollout_side.memory.handoff import Handoff, InPlaceLoad
-from rollout_side.memory.ranks.handoff import RankServer
+from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankServer
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_side.memory import segment
-from rollout_side.memory.ranks.messages import (
+from rollout_side.memory.messages import (
     MESSAGES,
     Arrived,
     Buffers,

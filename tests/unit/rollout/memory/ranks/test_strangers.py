@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollout_side.memory.handoff import InPlaceLoad
-from rollout_side.memory.ranks import handoff as rank_handoff
-from rollout_side.memory.ranks.handoff import RankHandoff, address_of, connect
-from rollout_side.memory.ranks.messages import (
+from rollout_side.memory import handoff as rank_handoff
+from rollout_side.memory.handoff import InPlaceLoad, RankHandoff, address_of, connect
+from rollout_side.memory.messages import (
     MESSAGES,
     Arrived,
     Layout,

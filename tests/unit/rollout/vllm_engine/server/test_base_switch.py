@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_side.memory.digest_reading import TensorDigests
-from rollout_side.memory.ranks.messages import unpacked
+from rollout_side.memory.messages import unpacked
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.server.base_switch import learn_copies
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
-from rollout_side.memory.ranks.messages import unpacked
+from rollout_side.memory.messages import unpacked
 from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.loading.linear_modules import MemoryModule
 from rollout_side.vllm_engine.worker.state import OpenConfig, WorkerDeclaration
