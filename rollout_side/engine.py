@@ -513,7 +513,5 @@ class Engine(Protocol):
         """Return the number of requests that have begun and not ended."""
 
     def refuse_requests(self, reason: str) -> None:
-        """Refuse new requests for a reason; take them again if it is empty.
-
-        Running ones continue.
-        """
+        """Refuse new requests for a reason; take them again if it is empty. Running ones
+        continue."""

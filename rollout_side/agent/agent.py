@@ -106,10 +106,8 @@ _WILDCARDS = {"0.0.0.0", "::", ""}
 
 
 class Agent:
-    """One replica's membership in a pool; what it serves is in ``serving``.
-
-    All methods but ``report`` run on the event loop that ``engine`` belongs to.
-    """
+    """One replica's membership in a pool; what it serves is in ``serving``. All methods but
+    ``report`` run on the event loop that ``engine`` belongs to."""
 
     def __init__(self, config: AgentConfig, engine: Engine) -> None:
         self.config = config
@@ -350,10 +348,8 @@ class Agent:
     # -- leaving the pool ------------------------------------------------------
 
     def drain(self, seconds: float, reason: str) -> None:
-        """Stop being ready, and leave when nothing runs, or after ``seconds``.
-
-        Idempotent; a later call can only shorten the time. See ``wait_drained``.
-        """
+        """Stop being ready, and leave when nothing runs, or after ``seconds``. Idempotent; a later
+        call can only shorten the time. See ``wait_drained``."""
         begins = not self._drain.is_draining
         self._drain.begin(seconds, reason)
         if begins:
@@ -362,10 +358,8 @@ class Agent:
                 self.registration.hurry()
 
     async def wait_drained(self) -> str:
-        """Wait for the end of a drain, whoever began it; return a description of how it ended.
-
-        The process is to end then; ``run`` continues until it is cancelled.
-        """
+        """Wait for the end of a drain, whoever began it; return a description of how it ended. The
+        process is to end then; ``run`` continues until it is cancelled."""
         return await self._drain.wait_drained()
 
     async def wait_answer(self) -> None:

@@ -414,7 +414,6 @@ class Registration:
         return isinstance(error, InvalidRequestError) or error.reason in _FINAL_REASONS
 
     def _record_failure(self, error: WeftError) -> None:
-        """Record that a call was not answered, or was refused."""
         if error.reason == "POOL_RECOVERING":
             self._record_trouble(f"the coordinator does not take this replica yet: {error}")
         elif isinstance(error, PeerUnavailableError | TransferTimeoutError):
@@ -556,7 +555,6 @@ class Registration:
         self._on_told(source)
 
     def _check_pool(self, pool_id: str) -> None:
-        """Refuse a coordinator of another pool."""
         if pool_id and self.pool_id and pool_id != self.pool_id:
             raise NotReadyError(
                 f"{self._config.coordinator} leads to the coordinator of pool {pool_id}, and this "

@@ -70,7 +70,6 @@ def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
 
 
 def _source(request: Any) -> OrderSource:
-    """Return the coordinator that an order names."""
     has_group = isinstance(request, pb.JoinGroupRequest | pb.SendVersionRequest)
     return OrderSource(
         generation=request.coordinator_generation,

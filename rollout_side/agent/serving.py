@@ -58,10 +58,8 @@ class VersionCopy:
 
 
 class ServedVersions:
-    """Versions that one engine serves, and the orders that change them.
-
-    All methods run on the event loop that ``engine`` belongs to.
-    """
+    """Versions that one engine serves, and the orders that change them. All methods run on the
+    event loop that ``engine`` belongs to."""
 
     def __init__(self, engine: Engine, on_changed: Callable[[], None] = lambda: None) -> None:
         self._vector, self._on_changed = VersionVector(), on_changed
@@ -237,7 +235,6 @@ class ServedVersions:
         return await self._load(copy)
 
     async def _load(self, copy: VersionCopy) -> SwitchTimes:
-        """Load a staged copy, and serve it."""
         if copy.version.policy != BASE_POLICY:
             return await self._load_adapter(copy)
         with self._failed.noting_failure(copy.transfer_id):
@@ -541,10 +538,8 @@ class FailedTransfers:
 
 
 class ProbeOrders:
-    """Probes of an engine's workers, one at a time; each is passed on once.
-
-    The coordinator may repeat an order, and a call to workers that hang is not ended by its caller.
-    """
+    """Probes of an engine's workers, one at a time; each is passed on once. The coordinator may
+    repeat an order, and a call to workers that hang is not ended by its caller."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -614,8 +609,6 @@ _RETRY_SECONDS = 0.02
 
 @dataclass(frozen=True, eq=False)
 class _PendingSleep:
-    """Order to sleep, with a deadline."""
-
     order: SleepOrder
     deadline: float
     """Time until which it may wait, by ``time.monotonic()``."""

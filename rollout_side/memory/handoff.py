@@ -132,8 +132,6 @@ class _QueuedBucket(NamedTuple):
 
 @dataclass
 class _Loader:
-    """Progress of one rank's loader."""
-
     num_taken: int = 0
     num_loaded: int = 0
     is_complete: bool = False

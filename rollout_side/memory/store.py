@@ -269,10 +269,8 @@ class WorkerStore:
             self._segments.put(segment)
 
     def release(self, transfer_id: str, segment: Segment | None) -> None:
-        """End a reservation without result; ``segment`` may be reused unless None.
-
-        Pass None when an abandoned operation may still write to it.
-        """
+        """End a reservation without result; ``segment`` may be reused unless None. Pass None when
+        an abandoned operation may still write to it."""
         with self._lock:
             self._reservations.end(transfer_id)
             self._segments.put(segment)

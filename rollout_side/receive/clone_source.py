@@ -66,8 +66,6 @@ class Cloner:
 
 
 class _Clone:
-    """Clone that is being sent: membership as rank 0, and thread."""
-
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:
         self._order, self._store = order, store
         self._device = store.memory.device_of(order.ticket.backend)
@@ -126,10 +124,8 @@ class _Clone:
 
 
 class CopiedBuckets:
-    """A held version's buckets as they travel, under a new nonce; see ``Buckets``.
-
-    The version is only read. Each buffer is as large as the largest bucket.
-    """
+    """A held version's buckets as they travel, under a new nonce; see ``Buckets``. The version is
+    only read. Each buffer is as large as the largest bucket."""
 
     def __init__(
         self, copy: SendableVersion, nonce: int, device: torch.device = CPU, backend: str = GLOO

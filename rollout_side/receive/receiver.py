@@ -372,7 +372,6 @@ class GroupReceiver:
         )
 
     def _drop_prepared(self) -> None:
-        """Free the memory of a transfer that was never started."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             prepared.span.end()
@@ -429,7 +428,6 @@ class Probe:
             pause = min(LONGEST_SECONDS, 2 * pause)
 
     def _attend(self) -> None:
-        """Attend until the group is dropped."""
         ticket = self.ticket
         errors: list[WeftError] = []
         ended = threading.Event()
@@ -466,11 +464,8 @@ class Receiver:
         self._probe: Probe | None = None
 
     def join(self, order: JoinOrder) -> None:
-        """Join a group in place of the trainer's former one.
-
-        Returns at once; success and failure are reported on the group's stream. A probe replaces
-        a former probe instead.
-        """
+        """Join a group in place of the trainer's former one. Returns at once; success and failure
+        are reported on the group's stream. A probe replaces a former probe instead."""
         with self._lock:
             ticket, trainer_id = order.ticket, order.trainer_id
             if order.is_probe:

@@ -49,8 +49,6 @@ _MAX_HUNG = 4
 
 
 class _SpillReader:
-    """Read of one spilled version, and its progress."""
-
     def __init__(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes, place: Path
     ) -> None:

@@ -247,10 +247,8 @@ class VllmReplica(Engine):
                 )
 
     async def shutdown(self, timeout_seconds: float = 10.0) -> None:
-        """Stop listening, let running requests end until the deadline, end the engine.
-
-        Succeeds if it was called before.
-        """
+        """Stop listening, let running requests end until the deadline, end the engine. Succeeds if
+        it was called before."""
         if self._learning is not None:
             self._learning.cancel()
         self._in_place.close()

@@ -74,10 +74,8 @@ def installed_version() -> str:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Raise what an import of vLLM ends with as one sentence.
-
-    Packages beside it that are built for another torch end it with any type of error.
-    """
+    """Raise what an import of vLLM ends with as one sentence. Packages beside it that are built for
+    another torch end it with any type of error."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -99,10 +97,8 @@ def is_cpu() -> bool:
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return a factory of uvloop's event loops; None where uvloop is not installed.
-
-    vLLM's own server uses such loops. They cost about half as much as Python's.
-    """
+    """Return a factory of uvloop's event loops; None where uvloop is not installed. vLLM's own
+    server uses such loops. They cost about half as much as Python's."""
     try:
         factory: Callable[[], asyncio.AbstractEventLoop]
         factory = importlib.import_module("uvloop").new_event_loop
@@ -164,11 +160,8 @@ def _first_module(*names: str) -> Any:
 
 
 async def pause_keeping(engine: Any) -> None:
-    """Pause the scheduler; running requests keep their place.
-
-    ``AsyncLLM.pause_generation`` would add a sleep of 20 ms that its author calls
-    not required for correctness.
-    """
+    """Pause the scheduler; running requests keep their place. ``AsyncLLM.pause_generation`` would
+    add a sleep of 20 ms that its author calls not required for correctness."""
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
 
@@ -190,11 +183,8 @@ async def set_weight_version(engine: Any, text: str) -> None:
 
 
 async def end(engine: Any, timeout_seconds: float) -> None:
-    """End the engine's processes, with time to free the memory that they share.
-
-    vLLM's own clean-up kills them at once. Its output handler is stopped first: it
-    would take the end for a crash.
-    """
+    """End the engine's processes, with time to free the memory that they share. vLLM's own clean-up
+    kills them at once. Its output handler is stopped first: it would take the end for a crash."""
     handler = getattr(engine, "output_handler", None)
     if handler is not None:
         handler.cancel()
@@ -311,10 +301,8 @@ def draft_counts() -> tuple[int, int]:
 
 
 def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
-    """Return a context that sets vLLM's current config.
-
-    The loaders of some layers read it (0.32 and later).
-    """
+    """Return a context that sets vLLM's current config. The loaders of some layers read it (0.32
+    and later)."""
     context: AbstractContextManager[Any] = importlib.import_module(
         "vllm.config"
     ).set_current_vllm_config(config)
@@ -377,10 +365,7 @@ def _read_again(
 
 def why_read_whole(worker: Any) -> str:
     """Return why ``checkpoint_tensors`` cannot read a part alone of an engine's files; empty if it
-    can.
-
-    vLLM maps safetensors files of a directory, and no others.
-    """
+    can. vLLM maps safetensors files of a directory, and no others."""
     load_config, model = worker.vllm_config.load_config, worker.model_runner.get_model()
     load_format = str(load_config.load_format)
     if load_format not in _LAZY_FORMATS:
@@ -449,10 +434,8 @@ def draft_is_in_checkpoint(drafting: Any, config: Any) -> bool:
 
 
 def reset_lora_state(model_runner: Any) -> None:
-    """Drop what LoRA layers derived from the old base (0.32 and later).
-
-    Every loaded adapter is dropped too; each comes back at its next use.
-    """
+    """Drop what LoRA layers derived from the old base (0.32 and later). Every loaded adapter is
+    dropped too; each comes back at its next use."""
     reset = getattr(model_runner, "reset_lora_state", None)
     if reset is not None:
         reset()
@@ -462,10 +445,8 @@ def reset_lora_state(model_runner: Any) -> None:
 
 
 def rename_mapper(model: Any) -> Any:
-    """Return the model's mapper of checkpoint names, renames only; None if it has none.
-
-    The method that gives it is called ``get_unstacked_mapper`` in 0.26.
-    """
+    """Return the model's mapper of checkpoint names, renames only; None if it has none. The method
+    that gives it is called ``get_unstacked_mapper`` in 0.26."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
@@ -512,25 +493,19 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
 
 async def fall_asleep(engine: Any, level: int) -> None:
     """Free the accelerator's memory; move the weights to the host (level 1) or discard them (2).
-
-    Resets the prefix cache.
-    """
+    Resets the prefix cache."""
     await engine.sleep(level=level)
 
 
 async def wake_up(engine: Any, tags: list[str]) -> None:
-    """Take back the memory of the "weights" or of the "kv_cache".
-
-    After level 2 the model's buffers are all that has its values again.
-    """
+    """Take back the memory of the "weights" or of the "kv_cache". After level 2 the model's buffers
+    are all that has its values again."""
     await engine.wake_up(tags)
 
 
 def can_sleep_in_part() -> bool:
-    """Return whether an engine with awake weights and a sleeping KV cache can be put to sleep.
-
-    0.26 takes such an engine to be asleep already.
-    """
+    """Return whether an engine with awake weights and a sleeping KV cache can be put to sleep. 0.26
+    takes such an engine to be asleep already."""
     executor = importlib.import_module("vllm.v1.executor.abstract").Executor
     return isinstance(getattr(executor, "is_sleeping", None), property)
 
@@ -543,9 +518,7 @@ def weights_memory() -> list[tuple[int, int]]:
 
 def waking_bytes() -> int:
     """Return the bytes that an engine takes of the accelerator as its weights wake, in a worker.
-
-    They are those of all that sleeps but the KV cache.
-    """
+    They are those of all that sleeps but the KV cache."""
     return sum(data.handle[1] for data in _held().values() if data.tag != "kv_cache")
 
 

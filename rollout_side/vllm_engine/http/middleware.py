@@ -154,10 +154,8 @@ class RequestNotes:
         return self.refusal
 
     def switch(self) -> Refusal | None:
-        """Record that the base has changed; return the refusal if the request must end.
-
-        A request for an exact version without tokens may have to end.
-        """
+        """Record that the base has changed; return the refusal if the request must end. A request
+        for an exact version without tokens may have to end."""
         if self.models is not None and not self.has_begun:
             self.base = self.models.base
             if "@" in self.asked:

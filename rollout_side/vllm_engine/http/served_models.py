@@ -151,10 +151,8 @@ class ServedModels:
         return self._refused_alias(asked, asked) if asked in self._aliases else None
 
     def explain_unknown(self, name: str) -> Refusal:
-        """Return the answer to a name that vLLM does not know.
-
-        It lists what can be requested instead: of an exact version, the versions of its policy.
-        """
+        """Return the answer to a name that vLLM does not know. It lists what can be requested
+        instead: of an exact version, the versions of its policy."""
         policy, _, number = name.rpartition("@")
         if not policy:
             refused = self._refused_alias(name, name) or self._absent_policy(name, name)
@@ -248,10 +246,8 @@ class ServedModels:
     def add(
         self, version: PolicyVersion, request: Any, content_digest: bytes, alias: int = 0
     ) -> None:
-        """Make a version requestable, and set its alias.
-
-        The alias stands for the version ``alias`` if that can be requested, else for this one.
-        """
+        """Make a version requestable, and set its alias. The alias stands for the version ``alias``
+        if that can be requested, else for this one."""
         self._served[version] = ServedAdapter(request, content_digest)
         self._serving.lora_requests[str(version)] = request
         wanted = PolicyVersion(version.policy, alias)
@@ -270,10 +266,8 @@ class ServedModels:
             self._serving.lora_requests.pop(policy, None)
 
     def refuse_aliases(self, refused: AliasRefusals) -> None:
-        """Refuse these aliases, the base model's own name among them, and accept the others.
-
-        Exact versions, and adapters from files, are answered throughout.
-        """
+        """Refuse these aliases, the base model's own name among them, and accept the others. Exact
+        versions, and adapters from files, are answered throughout."""
         self._refused = refused
 
     def _can_be_requested(self, version: PolicyVersion) -> bool:

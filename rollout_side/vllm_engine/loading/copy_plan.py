@@ -233,10 +233,8 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let views through, and note copies from the wire.
-
-        Refuse all else that would change a parameter, or compute something from a tensor.
-        """
+        """Let views through, and note copies from the wire. Refuse all else that would change a
+        parameter, or compute something from a tensor."""
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         storages = [storage_of(x) for x in given]
@@ -306,10 +304,8 @@ _PLAIN_METHODS = frozenset(
 
 
 class CopyPlan:
-    """Copies that load one layout into one model, or one rank's part of it.
-
-    Proven by ``plan_proof``.
-    """
+    """Copies that load one layout into one model, or one rank's part of it. Proven by
+    ``plan_proof``."""
 
     def __init__(
         self,
@@ -419,10 +415,8 @@ class CopyPlan:
             return self._equal(chain(self._segment_pairs(data), made))
 
     def source_digests(self, index: int, wire: torch.Tensor) -> list[int]:
-        """Return the digests of what ``load_bucket`` would write, by piece; blocks for them.
-
-        Call it for every bucket, in order.
-        """
+        """Return the digests of what ``load_bucket`` would write, by piece; blocks for them. Call
+        it for every bucket, in order."""
         payload = self._payload(index, wire)
         found = [self._digest(source) for _, source in self._pairs(index, payload)]
         with torch.no_grad():
@@ -438,10 +432,8 @@ class CopyPlan:
         return found
 
     def first_unlike(self, digests: Sequence[int]) -> str:
-        """Return the name of a tensor whose digest the parameters do not have; empty if none.
-
-        Every place that a tensor is copied to is compared. Blocks.
-        """
+        """Return the name of a tensor whose digest the parameters do not have; empty if none. Every
+        place that a tensor is copied to is compared. Blocks."""
         resident: list[torch.Tensor] = []
         expected: list[tuple[str, int]] = []
         for (slot, pieces), digest in zip(self._by_tensor(), digests, strict=True):
@@ -569,9 +561,7 @@ class _ProcessingPlan:
         self, index: int, wire: torch.Tensor
     ) -> Iterator[tuple[ProcessedModule, dict[str, torch.Tensor]]]:
         """Fill loading forms from a bucket; yield each layer that is complete, and what it makes.
-
-        Buckets come in order; the first one forgets what an ended load has left.
-        """
+        Buckets come in order; the first one forgets what an ended load has left."""
         if index == 0:
             self._begun.clear()
         for layer, pieces in self._pieces[index].items():

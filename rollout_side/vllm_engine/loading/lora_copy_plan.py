@@ -45,8 +45,6 @@ _MAX_SLOTS_OF_VIEWS = 4
 
 @dataclass(frozen=True)
 class _SlotCopy:
-    """A copy: part of an adapter's bytes to part of a slot."""
-
     stacked: torch.Tensor
     """All slots of one A or B; the first dimension is the slot's number."""
     within: int
@@ -174,10 +172,8 @@ class SlotPlan:
             yield index, piece.source(typed[piece.stacked.dtype])
 
     def proves(self, slot: int, data: torch.Tensor) -> bool:
-        """Return whether ``fill`` makes of a slot, bit for bit, what the slot holds already.
-
-        If not, the slot is left as it was.
-        """
+        """Return whether ``fill`` makes of a slot, bit for bit, what the slot holds already. If
+        not, the slot is left as it was."""
         held = [stacked[slot] for stacked in self._cleared]
         held += [flag[slot : slot + 1] for flag, _ in self._flags]
         before = [tensor.clone() for tensor in held]
@@ -328,10 +324,8 @@ def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_SlotWriteTracer]:
 
 
 def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
-    """Return all tensors that hold the slots of adapters.
-
-    Layers of experts have views of parts beside them, one for each expert.
-    """
+    """Return all tensors that hold the slots of adapters. Layers of experts have views of parts
+    beside them, one for each expert."""
     found: dict[int, torch.Tensor] = {}
     for module in adapters.modules.values():
         for name, value in vars(module).items():

@@ -151,10 +151,8 @@ def _find(lora_request: Any) -> AdapterEntry:
 
 
 def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a new copy: vLLM multiplies ``lora_b`` by the scaling in place.
-
-    Experts of other expert-parallel ranks are left out, as vLLM does for files.
-    """
+    """Return the tensors of a new copy: vLLM multiplies ``lora_b`` by the scaling in place. Experts
+    of other expert-parallel ranks are left out, as vLLM does for files."""
     remote = importlib.import_module("vllm.lora.lora_model")._is_remote_expert_key
     return {
         name: tensor
@@ -263,9 +261,7 @@ def lora_targets(adapters: Any, modules: Iterable[str]) -> tuple[list[str], list
 
 def shortest_prefixes(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the shortest prefixes, of whole parts, that cover ``names`` and none of ``others``.
-
-    Parts are what dots separate. The result is sorted.
-    """
+    Parts are what dots separate. The result is sorted."""
     taken: set[str] = set()
     for name in others:
         parts = name.split(".")

@@ -36,9 +36,7 @@ def learn(
     model: torch.nn.Module, staged: StagedVersion, ignored: Collection[str] = ()
 ) -> CopyPlan | None:
     """Return the plan of a version that the model has just loaded; None if copies do not suffice.
-
-    Nothing that the model computes with changes.
-    """
+    Nothing that the model computes with changes."""
     plan, why = make_plan(model, staged.manifest, staged.segment.data, ignored)
     try:
         if plan is not None and not plan.holds(staged.segment.data):
@@ -133,10 +131,8 @@ def _places(model: torch.nn.Module) -> dict[str, int]:
 def learn_from(
     worker: Any, reference: Reference, stored: Iterable[StoredTensor]
 ) -> CopyPlan | None:
-    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed.
-
-    A CPU holds them so.
-    """
+    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed. A
+    CPU holds them so."""
     if not can_learn(worker):
         return None
     model = worker.model_runner.get_model()

@@ -36,10 +36,8 @@ LoadingForm = Mapping[str, torch.Tensor]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's storage, valid while that lives; views share it.
-
-    It is not the address: storages of the meta device have none.
-    """
+    """Return an identifier of a tensor's storage, valid while that lives; views share it. It is not
+    the address: storages of the meta device have none."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -154,10 +152,8 @@ def _noted(layer: torch.nn.Module) -> tuple[_Tensors, _Tensors]:
 
 
 def set_form(layer: torch.nn.Module, form: LoadingForm, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Give a layer these tensors as its parameters, and nothing else.
-
-    They are of the classes, and have the attributes, that vLLM gives to those of its loading form.
-    """
+    """Give a layer these tensors as its parameters, and nothing else. They are of the classes, and
+    have the attributes, that vLLM gives to those of its loading form."""
     sanitize = importlib.import_module(f"{_RELOAD}.sanitize")
     layer._parameters, layer._buffers = {}, {}
     for name, tensor in loaded.items():

@@ -170,10 +170,8 @@ def _why_not_restored(model: torch.nn.Module) -> str:
 
 
 def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
-    """Return the parameters that attention layers compute once all weights are loaded.
-
-    MLA's, say, from those of another layer. A reload ends with that, too.
-    """
+    """Return the parameters that attention layers compute once all weights are loaded. MLA's, say,
+    from those of another layer. A reload ends with that, too."""
     found: set[str] = set()
     blocker = WriteBlocker(tensors_of(model))
     for name, layer in model.named_modules():
@@ -297,10 +295,8 @@ def _note_end(model: Any) -> list[bool]:
 
 
 def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWriteRecord) -> list[str]:
-    """Return the parameters that got no value, of layers that got some weights.
-
-    vLLM would make memory for them, and leave it as it is.
-    """
+    """Return the parameters that got no value, of layers that got some weights. vLLM would make
+    memory for them, and leave it as it is."""
     skipped = importlib.import_module("vllm.model_executor.model_loader.reload.meta").SKIP_TENSORS
     found = []
     for name, layer in model.named_modules():
@@ -355,10 +351,8 @@ class _LoadRecord:
 
 @contextlib.contextmanager
 def _unprocessed(layerwise: Any, writes: DirectWriteRecord, loads: _LoadRecord) -> Iterator[None]:
-    """Leave out what vLLM does with a layer once it is complete.
-
-    What vLLM has kept of the layer's weights until then is dropped.
-    """
+    """Leave out what vLLM does with a layer once it is complete. What vLLM has kept of the layer's
+    weights until then is dropped."""
 
     def drop_weights(layer: torch.nn.Module, info: Any) -> None:
         loads.note(layer, info)
@@ -374,10 +368,8 @@ def _unprocessed(layerwise: Any, writes: DirectWriteRecord, loads: _LoadRecord) 
 
 
 def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that a model has, whatever it keeps them as.
-
-    Those on meta are left out: they have no values.
-    """
+    """Return the tensors that a model has, whatever it keeps them as. Those on meta are left out:
+    they have no values."""
     found: list[torch.Tensor] = []
     for layer in model.modules():
         info = importlib.import_module(LAYERWISE).get_layerwise_info(layer)

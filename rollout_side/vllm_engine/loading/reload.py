@@ -219,11 +219,8 @@ def _reload(
 
 @contextlib.contextmanager
 def quiet_about_idle_layers() -> Iterator[None]:
-    """Keep vLLM's "Failed to load weights" out of the log.
-
-    vLLM logs it for every layer without weights of its own. Layers that should have got weights are
-    refused before.
-    """
+    """Keep vLLM's "Failed to load weights" out of the log. vLLM logs it for every layer without
+    weights of its own. Layers that should have got weights are refused before."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).endswith("Failed to load weights")
@@ -288,10 +285,8 @@ def _reported_name(name: str) -> str:
 
 
 def _close(worker: Any, model: torch.nn.Module) -> None:
-    """End a reload that failed, so that the engine lives and another one can open.
-
-    The weights are mixed afterwards; nothing may be generated until then.
-    """
+    """End a reload that failed, so that the engine lives and another one can open. The weights are
+    mixed afterwards; nothing may be generated until then."""
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     with contextlib.suppress(Exception):
         reload.finalize_layerwise_reload(model, worker.model_config)

@@ -127,9 +127,7 @@ def _why_not(worker: Any, model: torch.nn.Module, reference: Reference) -> str |
 
 def _is_as_loaded(model: torch.nn.Module, reference: Reference) -> bool:
     """Return whether a model on a GPU computes with what was loaded, each tensor in its own place.
-
-    Two tensors that go to one parameter, as they may in LFM2, are no such case.
-    """
+    Two tensors that go to one parameter, as they may in LFM2, are no such case."""
     if "UnquantizedFusedMoEMethod" in {kind.__name__ for kind in _methods(model)}:
         return False
     try:
@@ -142,10 +140,8 @@ def _is_as_loaded(model: torch.nn.Module, reference: Reference) -> bool:
 
 
 def _why_ranks_wait(worker: Any, model: torch.nn.Module) -> str:
-    """Return what of a load ranks do together, where there are several; empty if nothing.
-
-    Each rank fails, or loads all, on its own: another one would wait for it for ever.
-    """
+    """Return what of a load ranks do together, where there are several; empty if nothing. Each rank
+    fails, or loads all, on its own: another one would wait for it for ever."""
     config = worker.vllm_config.parallel_config
     if config.world_size * config.data_parallel_size == 1:
         return ""
@@ -394,7 +390,6 @@ def _derived_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits."""
     if one is other:
         return True
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(

@@ -48,10 +48,8 @@ class BaseSwitch:
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
-        """Load a staged base, or confirm a base that was loaded in place.
-
-        Errors are those of ``VllmReplica.apply_base``.
-        """
+        """Load a staged base, or confirm a base that was loaded in place. Errors are those of
+        ``VllmReplica.apply_base``."""
         await self._sleeper.wake_weights()
         is_loaded = self._in_place.is_pending(transfer_id)
         if not is_loaded:

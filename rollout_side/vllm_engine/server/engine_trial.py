@@ -36,10 +36,8 @@ Prompt = Mapping[str, Any]
 
 
 class EngineTrial:
-    """Trial of one engine; used once, on its event loop, before it takes requests.
-
-    It leaves nothing behind: no block or item in a cache, no adapter, no count.
-    """
+    """Trial of one engine; used once, on its event loop, before it takes requests. It leaves
+    nothing behind: no block or item in a cache, no adapter, no count."""
 
     def __init__(
         self,
@@ -115,10 +113,8 @@ class EngineTrial:
         return {"prompt_token_ids": [token] * _PROMPT_TOKENS}
 
     def _prompts_with_items(self) -> list[tuple[str, Prompt]]:
-        """Return prompts with an image and with a sound, where the model takes them.
-
-        Both are small: those that vLLM would make are as large as the model allows.
-        """
+        """Return prompts with an image and with a sound, where the model takes them. Both are
+        small: those that vLLM would make are as large as the model allows."""
         prompts: list[tuple[str, Prompt]] = []
         try:
             processor = self._engine.renderer.get_mm_processor()

@@ -264,7 +264,6 @@ def _open_pixels(image: PromptImage, number: int) -> Image.Image:
 
 
 def _open_file(file: bytes, number: int) -> Image.Image:
-    """Read a file's header."""
     from PIL import Image
 
     try:

@@ -84,10 +84,8 @@ class InitialCheckpoint:
             self._reader = CheckpointReader(lambda: _files(found), self._cache)
 
     def tensors(self) -> list[StoredTensor]:
-        """Return the tensors of its files, with cached digests.
-
-        Blocks for the disk if digests are not cached.
-        """
+        """Return the tensors of its files, with cached digests. Blocks for the disk if digests are
+        not cached."""
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED or self._dir is None:
             why = {
@@ -117,10 +115,8 @@ class InitialCheckpoint:
         return self.known_tensors
 
     async def check_unchanged(self) -> None:
-        """Check that the files are still what the engine was started with.
-
-        Called before they are loaded again. Succeeds where they cannot be compared.
-        """
+        """Check that the files are still what the engine was started with. Called before they are
+        loaded again. Succeeds where they cannot be compared."""
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED:
             return

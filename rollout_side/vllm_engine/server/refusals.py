@@ -216,10 +216,8 @@ def refuse_missing_model(model: str) -> None:
 
 @contextlib.contextmanager
 def plain_errors(model: str) -> Iterator[None]:
-    """Turn vLLM's errors about the model or its arguments into errors of one sentence.
-
-    vLLM raises them before it starts its engine's processes. Any other error passes.
-    """
+    """Turn vLLM's errors about the model or its arguments into errors of one sentence. vLLM raises
+    them before it starts its engine's processes. Any other error passes."""
     try:
         yield
     except WeftError:
@@ -284,10 +282,8 @@ def _values(words: Sequence[str]) -> list[str]:
 
 
 def _is_missing_model(error: BaseException) -> bool:
-    """Return whether an error means that a model is missing.
-
-    Known are errors of the hub's client and of transformers.
-    """
+    """Return whether an error means that a model is missing. Known are errors of the hub's client
+    and of transformers."""
     if type(error).__module__.startswith("huggingface_hub"):
         return True
     return isinstance(error, OSError) and "model identifier" in str(error)
@@ -300,7 +296,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened."""
     errors = getattr(error, "errors", None)  # of pydantic's
     found = errors() if callable(errors) else []
     said = str(found[0].get("msg", "")) if found else str(error)
@@ -309,10 +304,8 @@ def _first_words(error: BaseException) -> str:
 
 
 def refuse_keep(args: Namespace) -> None:
-    """Refuse arguments that contradict ``--running-requests keep``.
-
-    They let the requests' blocks be found elsewhere, or ask for another scheduler than vLLM's.
-    """
+    """Refuse arguments that contradict ``--running-requests keep``. They let the requests' blocks
+    be found elsewhere, or ask for another scheduler than vLLM's."""
     for name in ("scheduler_cls", "kv_transfer_config", "kv_offloading_size"):
         if getattr(args, name, None):
             raise UnsupportedError(
@@ -323,10 +316,8 @@ def refuse_keep(args: Namespace) -> None:
 
 
 def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> None:
-    """Refuse caches of computed values that a switch cannot empty.
-
-    They are found by tokens or an image alone, so answers would be of a former base.
-    """
+    """Refuse caches of computed values that a switch cannot empty. They are found by tokens or an
+    image alone, so answers would be of a former base."""
     name, flag = _connector(args, environ)
     why = _why_beyond_reach(name, args)
     if why:
@@ -386,10 +377,8 @@ def _why_beyond_reach(name: str, args: Namespace) -> str:
 
 
 def refuse_ranks_on_cpu(args: Namespace) -> None:
-    """Refuse splits of a model over ranks that vLLM cannot serve on a CPU.
-
-    Its engine would fail minutes later, or at the first request. Reads the model's config.
-    """
+    """Refuse splits of a model over ranks that vLLM cannot serve on a CPU. Its engine would fail
+    minutes later, or at the first request. Reads the model's config."""
     if not bridges.is_cpu():
         return
     if (number := getattr(args, "decode_context_parallel_size", None) or 1) > 1:
@@ -410,11 +399,8 @@ def refuse_ranks_on_cpu(args: Namespace) -> None:
 
 
 def refuse_experts_without_triton(args: Namespace) -> None:
-    """Refuse LoRA on a mixture of experts where vLLM lacks Triton, as CPU builds do.
-
-    vLLM's LoRA layers for experts need it: the engine would fail minutes later. Reads the model's
-    config.
-    """
+    """Refuse LoRA on a mixture of experts where vLLM lacks Triton, as CPU builds do. vLLM's LoRA
+    layers for experts need it: the engine would fail minutes later. Reads the model's config."""
     if not getattr(args, "enable_lora", False) or not bridges.is_cpu() or _has_triton():
         return
     experts = num_experts(_model_config(args))

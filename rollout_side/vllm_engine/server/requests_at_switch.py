@@ -37,10 +37,8 @@ class EngineCaches:
         self.has_connector = engine.vllm_config.kv_transfer_config is not None
 
     async def try_to_empty(self) -> bool:
-        """Empty the caches of KV blocks; return False if some blocks are being moved.
-
-        Running requests are computed anew, under the weights of that time.
-        """
+        """Empty the caches of KV blocks; return False if some blocks are being moved. Running
+        requests are computed anew, under the weights of that time."""
         try:
             return await self._reset_blocks()
         except Exception:
@@ -80,8 +78,6 @@ _ABORTED = (
 
 @dataclass(eq=False)
 class _RequestCall:
-    """Call that vLLM's server makes to the engine."""
-
     request_id: str
     notes: RequestNotes
     is_sent: bool = False
@@ -178,9 +174,7 @@ class RequestsAtSwitch:
         self, method: Callable[..., AsyncGenerator[Any, None]], *args: Any, **more: Any
     ) -> AsyncGenerator[Any, None]:
         """Admit a call of ``AsyncLLM.generate`` or ``AsyncLLM.encode``, and pass its outputs on.
-
-        vLLM's server calls this in place of either.
-        """
+        vLLM's server calls this in place of either."""
         notes = middleware.current_notes()
         if (refusal := notes.admit()) is not None:
             raise requests.failure(refusal.message, refusal.status)

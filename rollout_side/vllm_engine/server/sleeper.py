@@ -35,10 +35,8 @@ _LOOK_SECONDS = 0.02
 
 
 class Sleeper:
-    """Sleep of one engine; used on its event loop.
-
-    Every coroutine but ``end_requests`` is awaited inside ``gate.exclusive``.
-    """
+    """Sleep of one engine; used on its event loop. Every coroutine but ``end_requests`` is awaited
+    inside ``gate.exclusive``."""
 
     def __init__(
         self,
@@ -214,10 +212,8 @@ class Sleeper:
         self.lacks_base = False
 
     async def wake_up(self) -> bool:
-        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether it has one.
-
-        An engine without a base is dirty.
-        """
+        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether it has one. An
+        engine without a base is dirty."""
         if self.asleep is None:
             self._gate.wake()  # it may have been about to sleep
             return True

@@ -75,11 +75,8 @@ class WorkerCalls:
         mixed_is_dirty: bool = False,
         is_quiet: bool = False,
     ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks; return the values of all.
-
-        ``changes_weights`` and ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at
-        ``check_results``.
-        """
+        """Call a worker method on all ranks; return the values of all. ``changes_weights`` and
+        ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at ``check_results``."""
         # Never pass vLLM's own timeout: when it expires, replies stay queued.
         answers = await self.bounded(
             self._engine.collective_rpc(method, args=args),
@@ -151,10 +148,8 @@ class WorkerCalls:
         return LoadOutcome(changed=any(value["changed"] for value in values), kept=all(kept))
 
     async def share(self, transfer_id: str, content_digest: bytes) -> None:
-        """Let every rank map the version that the receiving rank staged.
-
-        With one rank there is nothing to share: the load itself checks the staging.
-        """
+        """Let every rank map the version that the receiving rank staged. With one rank there is
+        nothing to share: the load itself checks the staging."""
         if self._num_ranks == 1 or transfer_id == FROM_FILES:
             return
         values = await self.call("weft_handle", transfer_id)

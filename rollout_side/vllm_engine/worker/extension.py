@@ -51,10 +51,8 @@ cpu_fixes.install_prompt_rows()
 
 
 class WeftWorker:
-    """Methods that vLLM's workers get; every name begins with ``weft_``.
-
-    vLLM refuses an extension whose attributes its worker class has already.
-    """
+    """Methods that vLLM's workers get; every name begins with ``weft_``. vLLM refuses an extension
+    whose attributes its worker class has already."""
 
     @guarded
     def weft_open(self: Any, settings: bytes) -> dict[str, Any]:
@@ -103,10 +101,8 @@ class WeftWorker:
 
     @guarded
     def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
-        """Return a staged version's handle for the other ranks.
-
-        Empty from ranks that do not receive.
-        """
+        """Return a staged version's handle for the other ranks. Empty from ranks that do not
+        receive."""
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
@@ -190,10 +186,8 @@ class WeftWorker:
 
     @guarded
     def weft_learn_copies(self: Any, stored: bytes) -> dict[str, Any]:
-        """Learn a copy plan from base@0, which the engine must still have.
-
-        Changes nothing; the engine's step waits until the parameters are read once.
-        """
+        """Learn a copy plan from base@0, which the engine must still have. Changes nothing; the
+        engine's step waits until the parameters are read once."""
         state = state_of(self)
         state.check_idle()
         if not state.copy_plans:
@@ -229,10 +223,8 @@ class WeftWorker:
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Confirm for its commit that a base was loaded in place, whole and as it was sent.
-
-        Forgets its transfer.
-        """
+        """Confirm for its commit that a base was loaded in place, whole and as it was sent. Forgets
+        its transfer."""
         state = state_of(self)
         load = state.load
         if load is None or load.transfer_id != transfer_id:
@@ -319,10 +311,8 @@ class WeftWorker:
 
     @guarded
     def weft_restored(self: Any, transfer_id: str) -> None:
-        """Confirm that a spilled version is staged; call it once the holdings report its end.
-
-        Fails with the error of the read.
-        """
+        """Confirm that a spilled version is staged; call it once the holdings report its end. Fails
+        with the error of the read."""
         spiller = state_of(self).spiller
         if spiller is not None and not spiller.restored(transfer_id):
             raise NotReadyError(
@@ -368,10 +358,8 @@ class WeftWorker:
 
     @guarded
     def weft_wake(self: Any, discarded: bool) -> None:
-        """Record that the weights are awake, or only their memory is (``discarded``).
-
-        In that case, restore the tensors that no base brings.
-        """
+        """Record that the weights are awake, or only their memory is (``discarded``). In that case,
+        restore the tensors that no base brings."""
         state = state_of(self)
         if discarded:
             state.copy_plans = ()  # a plan sets only what was in the last base

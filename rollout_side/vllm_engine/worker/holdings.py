@@ -166,10 +166,8 @@ _STOP_SECONDS = 2.0
 
 
 class HoldingsReport:
-    """Reporter of what a worker holds, whenever that has changed; usable from any thread.
-
-    Writes at once when ``notify`` is called; its thread notices other changes.
-    """
+    """Reporter of what a worker holds, whenever that has changed; usable from any thread. Writes at
+    once when ``notify`` is called; its thread notices other changes."""
 
     def __init__(self, writer: HoldingsWriter, look: Callable[[], WorkerUsage]) -> None:
         self._writer, self._look = writer, look

@@ -385,10 +385,8 @@ def usage_of(state: WorkerState) -> WorkerUsage:
 
 
 def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
-    """Return a function that loads a hand-off on a thread of its own.
-
-    The load begins after all that the engine's thread, which calls this, has given to the device.
-    """
+    """Return a function that loads a hand-off on a thread of its own. The load begins after all
+    that the engine's thread, which calls this, has given to the device."""
     device: torch.device = worker.device
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 

@@ -97,6 +97,5 @@ def _reason(error: Exception) -> str:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """Return file and line, the former within its package."""
     file = frame.filename.rpartition("site-packages/")[2]
     return f"{file}:{frame.lineno}"
