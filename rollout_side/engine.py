@@ -209,8 +209,7 @@ class SendOrder:
 
     ticket: GroupTicket
     transfer_id: str
-    policy: str
-    version: int
+    version: PolicyVersion
     nonce: int
     timeout_seconds: float
 

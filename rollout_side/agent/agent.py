@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
@@ -163,8 +164,7 @@ class Agent:
         """
         self._last_epoch = max(self._last_epoch, order.ticket.epoch)
         _log.info(
-            "sending a clone of %s@%d to group %s, epoch %d",
-            order.policy,
+            "sending a clone of %s to group %s, epoch %d",
             order.version,
             order.ticket.group_id,
             order.ticket.epoch,
@@ -408,19 +408,7 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         refused: asyncio.Future[WeftError] = loop.create_future()
-
-        def fail(error: WeftError) -> None:
-            loop.call_soon_threadsafe(refused.set_result, error)
-
-        def take_answer(answer: HeartbeatOrders) -> None:
-            loop.call_soon_threadsafe(self._take_answer, answer)
-
-        def take_told(told: OrderSource) -> None:
-            loop.call_soon_threadsafe(self._take_told, told)
-
-        def take_order(order: OrderKey, reason: str) -> None:
-            loop.call_soon_threadsafe(self.order_refusal, order, reason)
-
+        on_loop = partial(partial, loop.call_soon_threadsafe)
         declaration = ReplicaDeclaration(
             address=self.address,
             capabilities=self.engine.capabilities,
@@ -431,10 +419,10 @@ class Agent:
             self.config,
             declaration,
             current=self._holdings,
-            on_failed=fail,
-            on_answer=take_answer,
-            on_ordered=take_order,
-            on_told=take_told,
+            on_failed=on_loop(refused.set_result),
+            on_answer=on_loop(self._take_answer),
+            on_ordered=on_loop(self.order_refusal),
+            on_told=on_loop(self._take_told),
         )
         self.registration = registration
         await self.serving.refresh(self._pins_ordered)  # registration names what is spilled

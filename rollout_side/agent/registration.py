@@ -273,10 +273,10 @@ class Registration:
         declaration: ReplicaDeclaration,
         *,
         current: Callable[[], HeldVersions],
-        on_failed: Callable[[WeftError], None],
-        on_answer: Callable[[HeartbeatOrders], None],
-        on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
-        on_told: Callable[[OrderSource], None] = lambda told: None,
+        on_failed: Callable[[WeftError], object],
+        on_answer: Callable[[HeartbeatOrders], object],
+        on_ordered: Callable[[OrderKey, str], object] = lambda order, reason: None,
+        on_told: Callable[[OrderSource], object] = lambda told: None,
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()

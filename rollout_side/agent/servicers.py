@@ -264,12 +264,10 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.SendVersionRequest, context: _Context
     ) -> pb.SendVersionResponse:
         agent = self._agent
-        version = _version(request.version)
         order = SendOrder(
             ticket=self._ticket(request.group, None),
             transfer_id=_named(request.transfer_id),
-            policy=version.policy,
-            version=version.version,
+            version=_version(request.version),
             nonce=request.nonce,
             timeout_seconds=duration_from_proto(request.timeout),
         )

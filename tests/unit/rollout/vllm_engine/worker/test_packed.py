@@ -39,7 +39,11 @@ _DECLARED = WorkerDeclaration(
         _DECLARED,
         JoinOrder(ticket=TICKET, trainer_id="ä", is_probe=True),
         SendOrder(
-            ticket=TICKET, transfer_id="t", policy="p", version=3, nonce=2**63, timeout_seconds=0.5
+            ticket=TICKET,
+            transfer_id="t",
+            version=PolicyVersion("math", 3),
+            nonce=2**63,
+            timeout_seconds=0.5,
         ),
         SpillOrder(keep=(PolicyVersion("math", 3),), served_base=2, serves_all=True),
     ],
