@@ -168,8 +168,11 @@ class MemoryUsage:
 
     adapter_bytes: int
     staging_bytes: int
+    """Bytes that are staged or retained; retained copies give way to a push."""
+    free_bytes: int = 0
+    """Bytes that are kept for the next push."""
     staged_transfer_ids: tuple[str, ...] = ()
-    """Transfers with staged bytes, whole or in part."""
+    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
     retained_bases: tuple[int, ...] = ()
     """Base versions with a held copy, last used first."""
     pinned_base_bytes: int = 0

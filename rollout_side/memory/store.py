@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
 from rollout_side.memory.segment import Memory, Segment, SegmentPool
 from rollout_side.memory.versions import (
@@ -35,20 +36,6 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
 from weft_rl.transport.progress import OnProgress, ignore_progress
-
-
-@dataclass
-class StoreUsage:
-    """Bytes that a worker holds for Weft, on the host except bases staged on a device."""
-
-    adapter_bytes: int = 0
-    staging_bytes: int = 0
-    """Bytes that are staged or retained; retained copies give way to a push."""
-    free_bytes: int = 0
-    pinned_bytes: int = 0
-    """Bytes of the retained copies that no push may take."""
-    transfer_ids: tuple[str, ...] = ()
-    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
 
 
 def check_adapter_room(
@@ -513,16 +500,17 @@ class WorkerStore:
             self._segments.put(staged.segment if staged else None)
             self.handoff.discard(transfer_id)
 
-    def usage(self) -> StoreUsage:
+    def usage(self) -> MemoryUsage:
         """Return the memory that is held now."""
         with self._lock:
             transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
-            return StoreUsage(
+            return MemoryUsage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=self._num_waiting_bytes() + self._bases.num_bytes,
-                pinned_bytes=self._bases.num_pinned_bytes,
+                pinned_base_bytes=self._bases.num_pinned_bytes,
                 free_bytes=self._segments.num_bytes,
-                transfer_ids=tuple(sorted(transfer_ids)),
+                staged_transfer_ids=tuple(sorted(transfer_ids)),
+                retained_bases=self.retained_bases(),
             )
 
     def _find(self, transfer_id: str) -> StagedVersion:

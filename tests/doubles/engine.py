@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -456,15 +457,7 @@ class EngineDouble:
         return True
 
     async def memory(self) -> MemoryUsage:
-        usage = self.store.usage()
-        return MemoryUsage(
-            adapter_bytes=usage.adapter_bytes,
-            staging_bytes=usage.staging_bytes,
-            staged_transfer_ids=usage.transfer_ids,
-            retained_bases=self.store.retained_bases(),
-            spilled=self.spiller.copies if self.spiller else (),
-            pinned_base_bytes=usage.pinned_bytes,
-        )
+        return replace(self.store.usage(), spilled=self.spiller.copies if self.spiller else ())
 
     async def holds(self) -> dict[str, Any]:
         """For tests: the first element of each base tensor, the content digests of the base and of

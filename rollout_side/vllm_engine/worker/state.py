@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout_side.config import Staging
-from rollout_side.engine import JoinOrder, MemoryUsage
+from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankServer
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
@@ -373,13 +373,11 @@ def usage_of(state: WorkerState) -> WorkerUsage:
     """Return what the receiving rank holds, which holds for all."""
     usage, spiller = state.store.usage(), state.spiller
     loading = {state.load.transfer_id} if state.load is not None else set()
-    memory = MemoryUsage(
-        adapter_bytes=usage.adapter_bytes,
+    memory = replace(
+        usage,
         staging_bytes=usage.staging_bytes + usage.free_bytes,
-        staged_transfer_ids=tuple(sorted({*usage.transfer_ids, *loading})),
-        retained_bases=state.store.retained_bases(),
+        staged_transfer_ids=tuple(sorted({*usage.staged_transfer_ids, *loading})),
         spilled=spiller.copies if spiller else (),
-        pinned_base_bytes=usage.pinned_bytes,
     )
     return WorkerUsage(memory, spiller.ended_restore if spiller else "")
 
