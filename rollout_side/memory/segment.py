@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from torch.multiprocessing import reductions
@@ -32,30 +32,6 @@ from weft_rl.transport.progress import OnProgress, ignore_progress, report_while
 _GIB = 2**30
 #: Memory is made and copied in slices of so much, which take a fraction of a second.
 SLICE_BYTES = 256 * 2**20
-
-
-class Segment(Protocol):
-    """Writable bytes; the memory lives as long as this object or any tensor viewing
-    ``data``."""
-
-    num_bytes: int
-    owned: bool
-    """True if this process allocated it, and so may reuse it."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Bytes as a contiguous uint8 tensor of shape (num_bytes,); blocks until ``fill`` is
-        done."""
-
-    @property
-    def ref(self) -> SegmentRef:
-        """Reference by which another process attaches it, while this object lives. Blocks as
-        ``data``."""
-
-    def fill(self, source: torch.Tensor) -> None:
-        """Copy bytes to the beginning. From an accelerator it does not block: the copy begins once
-        the calling thread's current stream has made the bytes. They must not change meanwhile;
-        their memory may be given back to torch."""
 
 
 # -- on the host -------------------------------------------------------------------
@@ -81,7 +57,8 @@ class HostRef:
 
 
 class HostSegment:
-    """Segment in host memory: a mapped ``memfd``.
+    """Segment in host memory: a mapped ``memfd``, which lives as long as this object or any tensor
+    viewing ``data``.
 
     Args:
         pinned: Whether to page-lock it for the current CUDA device, so that copies to and from it
@@ -98,6 +75,7 @@ class HostSegment:
         pinned: bool = False,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
+        #: Whether this process allocated it, and so may reuse it.
         self.owned = owned
         self._fd = fd
         self._pid = pid
@@ -138,15 +116,22 @@ class HostSegment:
 
     @property
     def data(self) -> torch.Tensor:
+        """Bytes as a contiguous uint8 tensor of shape (num_bytes,); blocks until ``fill`` is
+        done."""
         self._settle()
         return self._data
 
     @property
     def ref(self) -> SegmentRef:
+        """Reference by which another process attaches it, while this object lives. Blocks as
+        ``data``."""
         self._settle()
         return HostRef(self._pid, self._fd, self.num_bytes)
 
     def fill(self, source: torch.Tensor) -> None:
+        """Copy bytes to the beginning. From an accelerator it does not block: the copy begins once
+        the calling thread's current stream has made the bytes. They must not change meanwhile;
+        their memory may be given back to torch."""
         target = self.data[: source.numel()]
         if not source.is_cuda:
             target.copy_(source)
@@ -302,8 +287,12 @@ class DeviceSegment:
         return DeviceRef.of(self.data)
 
     def fill(self, source: torch.Tensor) -> None:
-        """See ``Segment``; ordered on the calling thread's current stream."""
+        """Copy bytes to the beginning, ordered on the calling thread's current stream."""
         self.data[: source.numel()].copy_(source)
+
+
+#: Writable bytes.
+Segment = HostSegment | DeviceSegment
 
 
 #: Segments up to this size are kept twice, as adapters' are: where each push takes one and

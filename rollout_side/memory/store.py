@@ -22,7 +22,6 @@ from rollout_side.memory.versions import (
     PartialTransfers,
     RetainedBases,
     SendableVersion,
-    ServedBase,
     ServedSlot,
     StagedHandle,
     StagedVersion,
@@ -392,7 +391,7 @@ class WorkerStore:
             raise NotFoundError(f"no copy of {version} is held here")
         return base
 
-    def sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
+    def sendable(self, version: PolicyVersion) -> SendableVersion:
         """Return the held copy of a version, or the base that is served.
 
         Raises:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -31,50 +31,17 @@ class BucketContents(NamedTuple):
     """Digests of these runs or tensors, in order."""
 
 
-class SendableVersion(Protocol):
-    """Whole version that can be sent to another replica."""
-
-    @property
-    def transfer_id(self) -> str:
-        """Transfer that brought it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Layout of the version."""
-
-    @property
-    def content_digest(self) -> bytes:
-        """Digest of its content."""
-
-    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """Copy one bucket's payload; only reads what is served.
-
-        Args:
-            out: uint8, at least the bucket's ``payload_bytes``, on any device; overwritten.
-
-        Returns:
-            The view of ``out`` that is the payload; on an accelerator once the calling
-            thread's current stream is done.
-        """
-
-
 @dataclass(frozen=True)
 class ServedBase:
     """Base that the engine serves, read back from the engine. It exists if the base was loaded by
-    plain copies and no copy was kept; it is gone with the next load.
-
-    Args:
-        read: Copies one bucket's payload, as ``SendableVersion.payload``.
-    """
+    plain copies and no copy was kept; it is gone with the next load."""
 
     transfer_id: str
     version: PolicyVersion
     manifest: Manifest
     content_digest: bytes
-    read: Callable[[int, torch.Tensor], torch.Tensor]
-
-    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        return self.read(index, out)
+    payload: Callable[[int, torch.Tensor], torch.Tensor]
+    """Function that copies a bucket, like ``StagedVersion.payload``."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +65,15 @@ class StagedVersion:
     """At most one tensor: the copy that ``own_bytes`` returns next."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """Copy one bucket's payload; only reads what is served.
+
+        Args:
+            out: uint8, at least the bucket's ``payload_bytes``, on any device; overwritten.
+
+        Returns:
+            The view of ``out`` that is the payload; on an accelerator once the calling
+            thread's current stream is done.
+        """
         at, size = self._starts[index], self.manifest.buckets[index].payload_bytes
         return out[:size].copy_(self.segment.data[at : at + size])
 
@@ -225,6 +201,10 @@ class PartialTransfer:
             fresh.data[part].copy_(self.segment.data[part])
             on_progress(num_bytes, num_bytes)
         return replace(self, segment=fresh)
+
+
+#: Whole version that can be sent to another replica.
+SendableVersion = StagedVersion | ServedBase
 
 
 @dataclass(frozen=True)
