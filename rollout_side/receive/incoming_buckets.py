@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -41,43 +41,6 @@ from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket, BucketO
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _T = TypeVar("_T")
-
-
-class Sink(Protocol):
-    """Destination of a transfer's verified buckets."""
-
-    @property
-    def num_kept(self) -> int:
-        """Number of buckets, from the first, that need not come again, whatever becomes of this
-        group."""
-
-    def make_room(self, bucket: int, *, wait: bool) -> bool:
-        """Return whether ``place`` of a bucket of the layout may be written now, after every one
-        before it. With ``wait``, block until it may.
-
-        Raises:
-            WeftError: The error for which it never may.
-        """
-
-    def place(self, bucket: int) -> torch.Tensor | None:
-        """Return the memory, on the side group's device, that a bucket of the layout may arrive in
-        as it travels; None if there is none."""
-
-    def assembly(self, bucket: int) -> BucketMemory | None:
-        """Return the memory that runs of a bucket of the layout have their places in; None if the
-        bucket comes again and is dropped."""
-
-    def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
-        """Take a verified bucket; blocks until ``wire`` may be written again.
-
-        Args:
-            index: Place in the plan; called in its order.
-            wire: Memory that the bucket arrived in; listed runs are in their places already.
-            carried: Its digests, and its runs if it lists them.
-        """
-
-    def is_load_due(self) -> bool:
-        """Return whether the replica is to load now; True only once."""
 
 
 class ReceiveRing:
@@ -275,57 +238,6 @@ _log = logging.getLogger(__name__)
 _REPORT_SECONDS = 0.1
 # In a bucket: some tenths of a second of a core that is shared.
 _MANY_RUNS = 4_096
-
-
-class IncomingTransfer(Protocol):
-    """Prepared transfer, as the receiver uses it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Layout of its version."""
-
-    @property
-    def plan(self) -> SendPlan:
-        """Plan of its buckets as they come."""
-
-    @property
-    def num_verified(self) -> int:
-        """Number of buckets that were verified and kept."""
-
-    def ring(
-        self,
-        first_bucket: int,
-        device: torch.device,
-        num_in_flight: int,
-        check: Callable[[], None],
-    ) -> ReceiveRing:
-        """Return a ring to receive buckets in, from ``first_bucket`` on, which is at most
-        ``num_verified``.
-
-        Args:
-            device: Device of the side group.
-            num_in_flight: Buckets that a sender keeps: no more receives from it may be posted.
-            check: Raises if the group has ended; called after ``wake``.
-        """
-
-    def finish(self, check: Callable[[], None]) -> bytes:
-        """Block, after the last bucket, until the version is staged or loaded in place; return its
-        content digest.
-
-        Raises:
-            TransferAbortedError: The transfer was discarded meanwhile.
-            WeftError: The error for which it could not be loaded in place.
-        """
-
-    def keep(self) -> None:
-        """Keep the verified buckets as the side group ends: the transfer may resume in another, or
-        the coordinator orders it discarded."""
-
-    def drop(self) -> None:
-        """Free the memory of a transfer that was never started."""
-
-    def wake(self) -> None:
-        """Have a waiting thread call its ``check``; from any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,7 +440,7 @@ def _notify_if_due(membership: Membership, prepared: PreparedTransfer, ring: Rec
 
 
 class StagingTransfer:
-    """``IncomingTransfer`` that is staged."""
+    """Prepared transfer that is staged."""
 
     def __init__(
         self,
@@ -546,6 +458,7 @@ class StagingTransfer:
 
     @property
     def num_verified(self) -> int:
+        """Number of buckets that were verified and kept."""
         return self._partial.num_verified
 
     def ring(
@@ -555,7 +468,14 @@ class StagingTransfer:
         num_in_flight: int,
         check: Callable[[], None],
     ) -> ReceiveRing:
-        """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
+        """Return a ring to receive buckets in, from ``first_bucket`` on, which come again for a
+        slower member.
+
+        Args:
+            device: Device of the side group.
+            num_in_flight: Buckets that a sender keeps: no more receives from it may be posted.
+            check: Raises if the group has ended; called after ``wake``.
+        """
         partial, manifest, plan = self._partial, self.manifest, self.plan
         partial.forget(first_bucket)
         data = partial.segment.data
@@ -571,6 +491,13 @@ class StagingTransfer:
         return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
+        """Block, after the last bucket, until the version is staged or loaded in place; return its
+        content digest.
+
+        Raises:
+            TransferAbortedError: The transfer was discarded meanwhile.
+            WeftError: The error for which it could not be loaded in place.
+        """
         partial = self._partial
         self._copy_to_segment()
         digest = content_digest(partial.tensor_digests())
@@ -588,6 +515,8 @@ class StagingTransfer:
         return digest
 
     def keep(self) -> None:
+        """Keep the verified buckets as the side group ends: the transfer may resume in another, or
+        the coordinator orders it discarded."""
         if self._partial.num_verified:
             self._copy_to_segment()
         self._store.put_partial(self._partial)
@@ -598,14 +527,15 @@ class StagingTransfer:
             self._partial.segment.fill(copy)
 
     def drop(self) -> None:
+        """Free the memory of a transfer that was never started."""
         self._store.release(self._partial.transfer_id, self._partial.segment)
 
     def wake(self) -> None:
-        """See ``IncomingTransfer``: nothing waits."""
+        """Have a waiting thread call its ``check``, from any thread; here none waits."""
 
 
 class StagingSink:
-    """``Sink`` that is the version in one piece.
+    """Destination of verified buckets that is the version in one piece.
 
     Args:
         partial: Verified part of the transfer; grows.
@@ -621,25 +551,39 @@ class StagingSink:
 
     @property
     def num_kept(self) -> int:
+        """Number of buckets, from the first, that need not come again, whatever becomes of this
+        group."""
         return self._partial.num_verified
 
     def make_room(self, bucket: int, *, wait: bool) -> bool:
-        """See ``Sink``: each bucket has a place of its own."""
+        """Return whether ``place`` of a bucket of the layout may be written now, after every one
+        before it. With ``wait``, block until it may."""
         return True
 
     def place(self, bucket: int) -> torch.Tensor | None:
+        """Return the memory, on the side group's device, that a bucket of the layout may arrive in
+        as it travels; None if there is none."""
         return self._place(bucket) if self._is_on_device else None
 
     def assembly(self, bucket: int) -> BucketMemory | None:
+        """Return the memory that runs of a bucket of the layout have their places in; None if the
+        bucket comes again and is dropped."""
         return BucketMemory(self._data, self._starts)
 
     def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
+        """Take a verified bucket; blocks until ``wire`` may be written again.
+
+        Args:
+            index: Place in the plan; called in its order.
+            wire: Memory that the bucket arrived in; listed runs are in their places already.
+            carried: Its digests, and its runs if it lists them.
+        """
         if not self._partial.lists_runs and not self._is_on_device:
             self._place(index).copy_(wire)  # blocks
         self._partial.verified.append(carried)
 
     def is_load_due(self) -> bool:
-        """See ``Sink``: it is loaded once it is committed."""
+        """Return whether the replica is to load now; True only once."""
         return False
 
     def _place(self, bucket: int) -> torch.Tensor:
@@ -652,8 +596,8 @@ PAUSE_SECONDS = 0.025
 
 
 class LoadingSink:
-    """``Sink`` that a hand-off queue's loaders load from; if there are several, the other ranks map
-    its buffers.
+    """Sink, as ``StagingSink``, that a hand-off queue's loaders load from; if there are several,
+    the other ranks map its buffers.
 
     The buffers are new: an operation that a former group abandoned may still write to the old ones.
 
@@ -699,7 +643,7 @@ class LoadingSink:
         self.num_kept = plan.begin_of(self._num_put)
 
     def make_room(self, bucket: int, *, wait: bool) -> bool:
-        """See ``Sink``: the bucket that was in the buffer must have been loaded."""
+        # The bucket that was in the buffer must have been loaded.
         before = bucket - len(self._buffers)
         if before < 0 or self._handoff.is_loaded(before):
             return True
@@ -778,7 +722,7 @@ def is_load_due(num_received: int, num_buffers: int, num_buckets: int, seconds: 
 
 
 class InPlaceTransfer:
-    """``IncomingTransfer`` that is loaded in place; the store has its queue already.
+    """Transfer, as ``StagingTransfer``, that is loaded in place; the store has its queue already.
 
     Args:
         handoff: Queue that buckets are put in; what was put stays with it.
@@ -808,8 +752,7 @@ class InPlaceTransfer:
         num_in_flight: int,
         check: Callable[[], None],
     ) -> ReceiveRing:
-        """See ``IncomingTransfer``. Buckets that come again, for a slower member, are verified and
-        dropped."""
+        # Buckets that come again are verified and dropped.
         plan, manifest = self.plan, self.manifest
         # Made before the further buffers take the memory.
         buffers = arrival_buffers(plan, num_in_flight, device) if plan.lists_runs else {}
@@ -823,10 +766,14 @@ class InPlaceTransfer:
         return self._handoff.content_digest
 
     def keep(self) -> None:
-        """See ``IncomingTransfer``: the store keeps it until it is discarded, its loader waits."""
+        """Keep nothing: the store has the queue until it is discarded, its loader waits."""
 
     def drop(self) -> None:
-        """See ``IncomingTransfer``: as ``keep``; another one takes its place."""
+        """Drop nothing: another queue takes its place."""
 
     def wake(self) -> None:
         self._handoff.wake()
+
+
+Sink = StagingSink | LoadingSink
+IncomingTransfer = StagingTransfer | InPlaceTransfer
