@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -66,65 +66,6 @@ class SharedBucket(NamedTuple):
     """Number of the buffer that the bucket lies in, from its first byte on."""
 
 
-class Handoff(Protocol):
-    """One rank's end of a transfer that is loaded in place."""
-
-    @property
-    def transfer_id(self) -> str:
-        """Transfer that brings the buckets."""
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Version that the buckets belong to."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of that version; another rank's end may block for it."""
-
-    @property
-    def content_digest(self) -> bytes:
-        """Content digest of the version, once the loader was given all buckets."""
-
-    @property
-    def error(self) -> WeftError | None:
-        """Error that ended it before it was loaded whole; None if there is none."""
-
-    @property
-    def is_begun(self) -> bool:
-        """True if the loader was given a bucket."""
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all is loaded here, and on the ranks that this one waits for."""
-
-    def fail(self, error: WeftError) -> None:
-        """End the transfer on all ranks: every wait, now and later, raises ``error``. The first
-        error counts, and a complete load is not undone."""
-
-    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every bucket with its index, in order; block for each. Once only, on the loader's
-        thread.
-
-        A bucket's memory may be written again when the next one is asked for, or the iterator is
-        closed. On an accelerator both wait until the calling thread's current stream has done all
-        its work.
-
-        Raises:
-            TransferTimeoutError: The deadline has passed.
-            WeftError: The error that has ended the transfer.
-        """
-
-    def report_progress(self) -> None:
-        """Report, on the loader's thread, that it works; may be called at any rate."""
-
-    def complete(self) -> None:
-        """Report that this rank's loader is done with all buckets.
-
-        Raises:
-            WeftError: The error that has ended the transfer before.
-        """
-
-
 class _QueuedBucket(NamedTuple):
     wire: torch.Tensor
     shared: SharedBucket | None
@@ -138,8 +79,8 @@ class _Loader:
 
 
 class HandoffQueue:
-    """``Handoff`` of the receiving rank: the ordered buckets of one transfer. Each is put once, and
-    taken once by each rank's loader.
+    """Receiving rank's end of a transfer that is loaded in place: its ordered buckets. Each is put
+    once, and taken once by each rank's loader.
 
     It outlives a side group: what was put stays, and the receiver of the next group resumes there.
     The receiver bounds the memory: it puts no more buckets than it has buffers.
@@ -168,6 +109,7 @@ class HandoffQueue:
         #: Buckets by index, until every loader is done with them.
         self._waiting: dict[int, _QueuedBucket] = {}
         self._loaders = [_Loader() for _ in range(num_loaders)]
+        #: What ended it before it was loaded whole.
         self.error: WeftError | None = None
         self._on_progress: Callable[[int], None] = lambda bucket: None
 
@@ -186,10 +128,12 @@ class HandoffQueue:
 
     @property
     def content_digest(self) -> bytes:
+        """Content digest of the version, once the loader was given all buckets."""
         return content_digest(in_manifest_order(self.manifest, self.digests))
 
     @property
     def is_begun(self) -> bool:
+        """True if this process's loader was given a bucket."""
         return self._loaders[0].num_taken > 0
 
     @property
@@ -213,6 +157,8 @@ class HandoffQueue:
             self._changed.notify_all()
 
     def fail(self, error: WeftError) -> None:
+        """End the transfer on all ranks: every wait, now and later, raises ``error``. The first
+        error counts, and a complete load is not undone."""
         with self._changed:
             if self.error is None and not self.is_complete:
                 self.error = copy_error(error)
@@ -317,7 +263,17 @@ class HandoffQueue:
     # -- a loader's thread ---------------------------------------------------------
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """See ``Handoff``; of this process's loader."""
+        """Yield every bucket with its index, in order, to this process's loader; block for each.
+        Once only, on the loader's thread.
+
+        A bucket's memory may be written again when the next one is asked for, or the iterator is
+        closed. On an accelerator both wait until the calling thread's current stream has done all
+        its work.
+
+        Raises:
+            TransferTimeoutError: The deadline has passed.
+            WeftError: The error that has ended the transfer.
+        """
         for index in range(len(self.manifest.buckets)):
             with self._taken(0) as waiting:
                 try:
@@ -336,9 +292,15 @@ class HandoffQueue:
                 yield index, waiting.shared, self._digests[index]
 
     def report_progress(self) -> None:
+        """Report, on the loader's thread, that it works; may be called at any rate."""
         self._on_progress(max(0, self._num_taken() - 1))
 
     def complete(self, loader: int = 0) -> None:
+        """Report that a rank's loader is done with all buckets.
+
+        Raises:
+            WeftError: The error that has ended the transfer before.
+        """
         with self._changed:
             self._check()
             state = self._loaders[loader]
@@ -720,17 +682,9 @@ def _wait_for(
 
 
 class RankHandoff:
-    """``Handoff`` of a rank that does not receive. It waits as long as the receiving rank does,
-    whose deadline is that of all.
-
-    Connects on the loader's thread, when that first asks for something.
-
-    Args:
-        secret: Secret of the replica's ranks, as ``RankServer`` has it.
-        rank: Number of this rank.
-        transfer_id: Transfer that brings the buckets.
-        version: Version that the buckets belong to.
-    """
+    """End of a rank that does not receive, as ``HandoffQueue`` is the receiving rank's. It waits as
+    long as that does, whose deadline is that of all. Connects on the loader's thread, when that
+    first asks for something."""
 
     def __init__(self, secret: str, rank: int, transfer_id: str, version: PolicyVersion) -> None:
         self.transfer_id, self.version = transfer_id, version
@@ -739,13 +693,13 @@ class RankHandoff:
         self._connection: RankConnection | None = None
         self.error: WeftError | None = None
         self._digests: list[Sequence[int]] = []
-        #: See ``Handoff``; of this rank alone.
+        #: Whether all is loaded on this rank.
         self.is_complete = False
         self._progress_at = 0.0
 
     @cached_property
     def manifest(self) -> Manifest:
-        """See ``Handoff``; blocks for it, on the loader's thread."""
+        """Manifest of the version; blocks for it, on the loader's thread."""
         self._connect()
         self._send(LoadRequest(self.transfer_id, self._rank))
         return self._receive(Layout).manifest
@@ -843,3 +797,7 @@ class RankHandoff:
     def _check(self) -> None:
         if self.error is not None:
             raise copy_error(self.error)
+
+
+#: One rank's end of a transfer that is loaded in place.
+Handoff = HandoffQueue | RankHandoff

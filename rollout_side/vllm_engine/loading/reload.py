@@ -17,10 +17,11 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from rollout_side.memory.handoff import Handoff
 from rollout_side.memory.versions import StagedVersion, tensor_in
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading.copy_plan import (
@@ -307,34 +308,9 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
 _Bucket = tuple[int, torch.Tensor]
 
 
-class IncomingBase(Protocol):
-    """Base that is being received, bucket by bucket."""
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Version of the base."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Layout of the base; known before its first bucket."""
-
-    def buckets(self) -> Iterator[_Bucket]:
-        """Yield index and wire bytes of every bucket, in order, each once, verified.
-
-        The bytes are uint8, the bucket's ``wire_bytes``, on the device that they were
-        received on; their memory is reused once the next bucket is asked for. Blocks.
-
-        Raises:
-            WeftError: The transfer ended early.
-        """
-
-    def report_progress(self) -> None:
-        """Report that the calling thread makes progress."""
-
-
 def load_in_place(
     worker: Any,
-    arriving: IncomingBase,
+    arriving: Handoff,
     reference: Reference,
     plans: Sequence[CopyPlan] = (),
     drafted: DraftedModel | None = None,
@@ -382,7 +358,7 @@ def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
         yield index, wire
 
 
-def _begun(arriving: IncomingBase) -> Iterator[_Bucket]:
+def _begun(arriving: Handoff) -> Iterator[_Bucket]:
     """Wait for the first bucket, and return all: until then a failure changes nothing."""
     buckets = arriving.buckets()
     first = next(buckets, None)
