@@ -21,7 +21,6 @@ from rollout_side.agent.registration import (
     OrderKey,
     OrderSource,
     Registration,
-    ReplicaDeclaration,
 )
 from rollout_side.agent.serving import ProbeOrders, ServedVersions, SleepOrders
 from rollout_side.config import AgentConfig
@@ -409,15 +408,10 @@ class Agent:
         loop = asyncio.get_running_loop()
         refused: asyncio.Future[WeftError] = loop.create_future()
         on_loop = partial(partial, loop.call_soon_threadsafe)
-        declaration = ReplicaDeclaration(
-            address=self.address,
-            capabilities=self.engine.capabilities,
-            reference=self.engine.reference,
-            model_name=self.engine.model_name,
-        )
         registration = Registration(
             self.config,
-            declaration,
+            self.address,
+            self.engine,
             current=self._holdings,
             on_failed=on_loop(refused.set_result),
             on_answer=on_loop(self._take_answer),

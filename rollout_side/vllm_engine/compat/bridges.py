@@ -206,19 +206,10 @@ def sampling_params(sampling: Sampling, num_samples: int = 1, chunk_tokens: int 
         chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.32 on.
     """
     module = importlib.import_module("vllm.sampling_params")
+    stops = {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     params = module.SamplingParams(
         n=num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
+        **{**vars(sampling), **stops},  # its settings have vLLM's names
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=module.RequestOutputKind.DELTA,
