@@ -6,6 +6,8 @@ is faster than by hand.
 
 from __future__ import annotations
 
+import dataclasses
+import struct
 import timeit
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +30,9 @@ from weft_rl.coordinator.decisions.state.replica_state import VersionDifference
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import ContentDigest, ReplicaState
 from weft_rl.coordinator.messages import wire
+from weft_rl.ipc.packing import packing
 from weft_rl.rpc.codec import CAPABILITIES, REPORT, vector_from_proto, vector_to_proto
+from weft_rl.transport.one_sided.messages import Ready
 from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
 _ROUNDS, _CALLS = 9, 5_000
@@ -238,6 +242,22 @@ def _difference_to(one: VersionDifference) -> inspect_pb2.VersionDifference:
     )
 
 
+_READY = struct.Struct("<QQQQH")
+
+
+def _ready_to(ready: Ready) -> bytes:
+    *fields, _ = dataclasses.astuple(ready)
+    return _READY.pack(*fields, len(ready.tail)) + ready.tail
+
+
+def _ready_from(content: bytes) -> Ready:
+    sequence, export_id, first_byte, num_bytes, tail_bytes = _READY.unpack_from(content)
+    tail = content[_READY.size :]
+    if len(tail) != tail_bytes:
+        raise ValueError(f"a tail of {len(tail):,} bytes")
+    return Ready(sequence, export_id, first_byte, num_bytes, tail)
+
+
 _IDS = TransferIds("t1", 7, "g1", "secret", "more")
 _GIVEN: dict[str, Any] = {
     "ticket": 1,
@@ -302,6 +322,7 @@ def _cases() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], Any]
         adapter=_adapter_to(adapter), backend="gloo", session_id="s1", protocol_revision=1,
     )  # fmt: skip
     to, back = _written_out()
+    ready = Ready(1, 2, 3, 4, b"t" * 256)
 
     def told(encode: Callable[..., Any]) -> Callable[[Any], Any]:
         return partial(encode, coordinator_generation=3, pool_id="pool")
@@ -337,6 +358,8 @@ def _cases() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], Any]
             switch,
         ),
         ("VersionDifference, encoded", _difference_to, wire.DIFFERENCE.encode, behind),
+        ("one-sided Ready, encoded", _ready_to, packing(Ready).pack, ready),
+        ("one-sided Ready, decoded", _ready_from, packing(Ready).unpack, _ready_to(ready)),
     ]
 
 

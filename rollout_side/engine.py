@@ -15,7 +15,7 @@ from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, HeldVersion, Sleep
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import types_pb2
@@ -95,8 +95,8 @@ class SampleChunk:
     """Further tokens of one sample."""
 
     index: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
     """Reason of the end; set on the last chunk only."""
     base_spans: tuple[BaseSpan, ...] = ()
@@ -168,16 +168,17 @@ class MemoryUsage:
 
     adapter_bytes: int
     staging_bytes: int
+    """Bytes that are staged or retained; retained copies give way to a push."""
+    free_bytes: int = 0
+    """Bytes that are kept for the next push."""
     staged_transfer_ids: tuple[str, ...] = ()
-    """Transfers with staged bytes, whole or in part."""
+    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
     retained_bases: tuple[int, ...] = ()
     """Base versions with a held copy, last used first."""
     pinned_base_bytes: int = 0
     """Bytes of the pinned copies of bases."""
-    spilled: tuple[PolicyVersion, ...] = ()
-    """Versions that lie whole in the spill directory; bounded."""
-    spilled_digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
-    """Content digests of ``spilled``; one version may have several."""
+    spilled: tuple[HeldVersion, ...] = ()
+    """Copies that lie whole in the spill directory; bounded. One version may have several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +212,7 @@ class SendOrder:
 
     ticket: GroupTicket
     transfer_id: str
-    policy: str
-    version: int
+    version: PolicyVersion
     nonce: int
     timeout_seconds: float
 
@@ -470,6 +470,7 @@ class Engine(Protocol):
             NotReadyError: ``NOT_RETAINED``: the version is not there, or cannot be read.
             DigestMismatchError: The files there are not that version.
             CapacityError: There is no memory for it.
+            TransferTimeoutError: It took too long, and was dropped.
         """
 
     async def pin_bases(self, versions: Sequence[int]) -> None:
@@ -514,7 +515,5 @@ class Engine(Protocol):
         """Return the number of requests that have begun and not ended."""
 
     def refuse_requests(self, reason: str) -> None:
-        """Refuse new requests for a reason; take them again if it is empty.
-
-        Running ones continue.
-        """
+        """Refuse new requests for a reason; take them again if it is empty. Running ones
+        continue."""

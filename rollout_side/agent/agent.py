@@ -11,19 +11,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
-from rollout_side.agent.orders import ProbeOrders, SleepOrders
 from rollout_side.agent.registration import (
     HeartbeatOrders,
     HeldVersions,
     OrderKey,
     OrderSource,
     Registration,
-    ReplicaDeclaration,
 )
-from rollout_side.agent.serving import ServedVersions
+from rollout_side.agent.serving import ProbeOrders, ServedVersions, SleepOrders
 from rollout_side.config import AgentConfig
 from rollout_side.engine import (
     AliasRefusals,
@@ -49,13 +48,7 @@ _CONFIRM_SECONDS = 3.0
 
 
 class Drainer:
-    """Drainer of one replica. Used on the event loop, except ``report``.
-
-    Args:
-        num_requests: Returns the number of requests that run now.
-        refuse: Called once with the reason to refuse new requests from now on.
-        is_needed: Returns whether a transfer needs the replica.
-    """
+    """Drainer of one replica. Used on the event loop, except ``report``."""
 
     def __init__(
         self,
@@ -92,11 +85,7 @@ class Drainer:
         self._began.set()
 
     async def wait_drained(self) -> str:
-        """Wait until nothing runs and no transfer needs the replica, or the time is over.
-
-        Returns:
-            Description of how it ended, for messages.
-        """
+        """Wait until nothing runs and no transfer needs the replica, or the time is over."""
         await self._began.wait()
         refusing = False
         while (now := time.monotonic()) < self._deadline:
@@ -117,10 +106,8 @@ _WILDCARDS = {"0.0.0.0", "::", ""}
 
 
 class Agent:
-    """One replica's membership in a pool; what it serves is in ``serving``.
-
-    All methods but ``report`` run on the event loop that ``engine`` belongs to.
-    """
+    """One replica's membership in a pool; what it serves is in ``serving``. All methods but
+    ``report`` run on the event loop that ``engine`` belongs to."""
 
     def __init__(self, config: AgentConfig, engine: Engine) -> None:
         self.config = config
@@ -176,8 +163,7 @@ class Agent:
         """
         self._last_epoch = max(self._last_epoch, order.ticket.epoch)
         _log.info(
-            "sending a clone of %s@%d to group %s, epoch %d",
-            order.policy,
+            "sending a clone of %s to group %s, epoch %d",
             order.version,
             order.ticket.group_id,
             order.ticket.epoch,
@@ -286,7 +272,7 @@ class Agent:
         return ReplicaReport(
             version_vector=vector,
             retained_base_versions=memory.retained_bases,
-            spilled_versions=frozenset(memory.spilled),
+            spilled_versions=frozenset(copy.version for copy in memory.spilled),
             dirty_reason=serving.mixed_reason,
             base_as_started=serving.is_as_started(vector.base),
             refusing=self.refusing,
@@ -341,11 +327,6 @@ class Agent:
 
         What it has told may be older than its order: it is asked once more, for a few seconds at
         most.
-
-        Raises:
-            StaleEpochError: It has not counted so far.
-            NotReadyError: ``POOL_MISMATCH``.
-            InvalidRequestError: No coordinator can have counted so far.
         """
         check_counted("coordinator generation", order.generation)
         check_counted("epoch", order.epoch)
@@ -366,10 +347,8 @@ class Agent:
     # -- leaving the pool ------------------------------------------------------
 
     def drain(self, seconds: float, reason: str) -> None:
-        """Stop being ready, and leave when nothing runs, or after ``seconds``.
-
-        Idempotent; a later call can only shorten the time. See ``wait_drained``.
-        """
+        """Stop being ready, and leave when nothing runs, or after ``seconds``. Idempotent; a later
+        call can only shorten the time. See ``wait_drained``."""
         begins = not self._drain.is_draining
         self._drain.begin(seconds, reason)
         if begins:
@@ -378,10 +357,8 @@ class Agent:
                 self.registration.hurry()
 
     async def wait_drained(self) -> str:
-        """Wait for the end of a drain, whoever began it; return a description of how it ended.
-
-        The process is to end then; ``run`` continues until it is cancelled.
-        """
+        """Wait for the end of a drain, whoever began it; return a description of how it ended. The
+        process is to end then; ``run`` continues until it is cancelled."""
         return await self._drain.wait_drained()
 
     async def wait_answer(self) -> None:
@@ -430,33 +407,16 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         refused: asyncio.Future[WeftError] = loop.create_future()
-
-        def fail(error: WeftError) -> None:
-            loop.call_soon_threadsafe(refused.set_result, error)
-
-        def take_answer(answer: HeartbeatOrders) -> None:
-            loop.call_soon_threadsafe(self._take_answer, answer)
-
-        def take_told(told: OrderSource) -> None:
-            loop.call_soon_threadsafe(self._take_told, told)
-
-        def take_order(order: OrderKey, reason: str) -> None:
-            loop.call_soon_threadsafe(self.order_refusal, order, reason)
-
-        declaration = ReplicaDeclaration(
-            address=self.address,
-            capabilities=self.engine.capabilities,
-            reference=self.engine.reference,
-            model_name=self.engine.model_name,
-        )
+        on_loop = partial(partial, loop.call_soon_threadsafe)
         registration = Registration(
             self.config,
-            declaration,
+            self.address,
+            self.engine,
             current=self._holdings,
-            on_failed=fail,
-            on_answer=take_answer,
-            on_ordered=take_order,
-            on_told=take_told,
+            on_failed=on_loop(refused.set_result),
+            on_answer=on_loop(self._take_answer),
+            on_ordered=on_loop(self.order_refusal),
+            on_told=on_loop(self._take_told),
         )
         self.registration = registration
         await self.serving.refresh(self._pins_ordered)  # registration names what is spilled

@@ -103,10 +103,6 @@ def refused_aliases(answer: HeartbeatOrders, served: VersionVector) -> AliasRefu
 
     Used while in contact with the pool. Without the pool's base every answer would be of former
     weights, so all aliases are refused.
-
-    Args:
-        answer: The coordinator's last answer to a heartbeat.
-        served: Versions served by now; the answer was about ``answer.vector``.
     """
     behind = {
         version.policy: f"the pool serves {version}, and this replica does not yet"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from rollout_side.config import AgentConfig
-from weft_rl.contract.capabilities import Capabilities
+from rollout_side.engine import Engine
 from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
 from weft_rl.contract.errors import (
     CapacityError,
@@ -34,7 +34,6 @@ from weft_rl.contract.replica_report import (
     ReplicaReport,
     Sleep,
 )
-from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import check_target, open_aio_channel, open_channel
 from weft_rl.rpc.codec import CAPABILITIES, CHECKPOINT, HELD, REPORT, duration_from_proto
@@ -45,18 +44,6 @@ from weft_rl.rpc.status import error_from_rpc
 from weft_rl.schema import codec
 from weft_rl.v1 import registry_pb2 as pb
 from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaDeclaration:
-    """Facts that a replica declares once, at registration."""
-
-    address: str
-    """Address of its ReplicaService, HOST:PORT."""
-    capabilities: Capabilities
-    reference: Reference
-    model_name: str
-
 
 _NOT_KNOWN = not_compared("it does not say what it was started with")
 
@@ -254,7 +241,8 @@ class Registration:
 
     Args:
         config: Settings of the replica.
-        declaration: Facts that the replica declares at registration.
+        address: Address of its ReplicaService, HOST:PORT.
+        engine: Engine whose capabilities and reference the replica declares.
         current: Returns the versions served and held now; called on this object's thread,
             must be quick and thread-safe.
         on_failed: Called once, on this object's thread, if a replica that was never registered
@@ -270,13 +258,14 @@ class Registration:
     def __init__(
         self,
         config: AgentConfig,
-        declaration: ReplicaDeclaration,
+        address: str,
+        engine: Engine,
         *,
         current: Callable[[], HeldVersions],
-        on_failed: Callable[[WeftError], None],
-        on_answer: Callable[[HeartbeatOrders], None],
-        on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
-        on_told: Callable[[OrderSource], None] = lambda told: None,
+        on_failed: Callable[[WeftError], object],
+        on_answer: Callable[[HeartbeatOrders], object],
+        on_ordered: Callable[[OrderKey, str], object] = lambda order, reason: None,
+        on_told: Callable[[OrderSource], object] = lambda told: None,
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()
@@ -286,7 +275,7 @@ class Registration:
         self.coordinator_generation = 0
         #: Pool that it was told of, with which it stays; empty before.
         self.pool_id = ""
-        self._config, self._declaration = config, declaration
+        self._config, self._address, self._engine = config, address, engine
         self._current, self._on_failed, self._on_answer = current, on_failed, on_answer
         self._on_ordered, self._on_told = on_ordered, on_told
         self._channel = open_channel(config.coordinator)
@@ -414,7 +403,6 @@ class Registration:
         return isinstance(error, InvalidRequestError) or error.reason in _FINAL_REASONS
 
     def _record_failure(self, error: WeftError) -> None:
-        """Record that a call was not answered, or was refused."""
         if error.reason == "POOL_RECOVERING":
             self._record_trouble(f"the coordinator does not take this replica yet: {error}")
         elif isinstance(error, PeerUnavailableError | TransferTimeoutError):
@@ -449,15 +437,15 @@ class Registration:
         return self._why
 
     def _register(self) -> None:
-        config, declaration = self._config, self._declaration
+        config, engine = self._config, self._engine
         now = self._current()
         request = pb.RegisterRequest(
             replica_id=config.replica_id,
             incarnation=config.incarnation,
-            address=declaration.address,
+            address=self._address,
             http_url=config.http_url,
-            capabilities=CAPABILITIES.encode(declaration.capabilities),
-            model_name=declaration.model_name,
+            capabilities=CAPABILITIES.encode(engine.capabilities),
+            model_name=engine.model_name,
             report=REPORT.encode(now.report),
             held_versions=map(HELD.encode, sorted(now.held)),
             last_coordinator_generation=self.coordinator_generation,
@@ -496,7 +484,7 @@ class Registration:
         self.registered.set()
 
     def _reference_chunks(self) -> Iterator[pb.PutReferenceRequest]:
-        for chunk in reference_to_chunks(self._declaration.reference):
+        for chunk in reference_to_chunks(self._engine.reference):
             yield pb.PutReferenceRequest(chunk=chunk)
 
     def _heartbeat(self) -> bool:
@@ -556,11 +544,6 @@ class Registration:
         self._on_told(source)
 
     def _check_pool(self, pool_id: str) -> None:
-        """Refuse a coordinator of another pool.
-
-        Raises:
-            NotReadyError: ``POOL_MISMATCH``.
-        """
         if pool_id and self.pool_id and pool_id != self.pool_id:
             raise NotReadyError(
                 f"{self._config.coordinator} leads to the coordinator of pool {pool_id}, and this "
@@ -569,11 +552,7 @@ class Registration:
             )
 
     def _check_numbers(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
-        """Refuse numbers that leave no room to count on.
-
-        Raises:
-            NotReadyError: Names the number.
-        """
+        """Refuse numbers that leave no room to count on."""
         try:
             check_counted("coordinator generation", response.coordinator_generation)
             check_counted("epoch", response.epoch)

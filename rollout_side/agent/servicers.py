@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -13,7 +14,6 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.registration import OrderKey, OrderSource
 from rollout_side.agent.serving import VersionCopy
 from rollout_side.engine import (
-    FinishReason,
     GenerateOrder,
     JoinOrder,
     PromptImage,
@@ -57,23 +57,19 @@ _SLEEP_ORDER = codec(
     given=["aborts"],
     told=["coordinator_generation", "incarnation", "when_running", "pool_id"],
 )
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
-    """Return the version that an order names.
-
-    Raises:
-        InvalidNameError: Its policy has no valid name.
-        InvalidRequestError: Nobody can have counted so far.
-    """
+    """Return the version that an order names."""
     check_name(message.policy, "policy")
     check_counted("version", message.version)
     return POLICY_VERSION.decode(message)
 
 
 def _source(request: Any) -> OrderSource:
-    """Return the coordinator that an order names."""
     has_group = isinstance(request, pb.JoinGroupRequest | pb.SendVersionRequest)
     return OrderSource(
         generation=request.coordinator_generation,
@@ -84,14 +80,24 @@ def _source(request: Any) -> OrderSource:
 
 
 def _named(transfer_id: str) -> str:
-    """Return the transfer that an order names. Engines use the empty name for no transfer.
-
-    Raises:
-        InvalidRequestError: It is empty.
-    """
+    """Return the transfer that an order names. Engines use the empty name for no transfer."""
     if not transfer_id:
         raise InvalidRequestError("transfer_id is empty; it must name a transfer")
     return transfer_id
+
+
+def _order(
+    method: Callable[[ReplicaServicer, _Request, _Context], Coroutine[Any, Any, _Response]],
+) -> Callable[[ReplicaServicer, _Request, _Context], Coroutine[Any, Any, _Response]]:
+    """Let a method carry out orders of the coordinator that this replica is registered with, and
+    for this process, alone."""
+
+    @functools.wraps(method)
+    async def carry_out(self: ReplicaServicer, request: _Request, context: _Context) -> _Response:
+        await self.check(request)
+        return await method(self, request, context)
+
+    return carry_out
 
 
 class ReplicaServicer(ReplicaServiceServicer):
@@ -133,37 +139,47 @@ class ReplicaServicer(ReplicaServiceServicer):
         ) as span:
             yield span
 
-    def _check_generation(self, generation: int) -> None:
-        """Refuse an order of a coordinator older than the one registered with.
-
-        Raises:
-            StaleEpochError: It is older.
-        """
+    async def check(self, request: Any) -> None:
+        """Refuse an order that is not for this process, or of a coordinator that is not its own;
+        raises as ``_order`` says."""
         registration = self._agent.registration
+        generation = request.coordinator_generation
         newest = registration.coordinator_generation if registration else 0
         if generation < newest:
             raise StaleEpochError(
                 f"the order is of coordinator generation {generation}, which {newest} has replaced"
             )
-
-    def _check_incarnation(self, incarnation: str) -> None:
-        """Refuse an order for another process at this address.
-
-        Raises:
-            StaleEpochError: It names another one.
-        """
-        if incarnation not in ("", self._agent.config.incarnation):
+        await self._agent.check_source(_source(request))
+        incarnation, own = getattr(request, "incarnation", ""), self._agent.config.incarnation
+        if incarnation not in ("", own):
             raise StaleEpochError(
-                f"the order is for process {incarnation[:80]!r} of this replica, which "
-                f"{self._agent.config.incarnation!r} has replaced"
+                f"the order is for process {incarnation[:80]!r} of this replica, which {own!r} "
+                "has replaced"
             )
 
+    async def _switch(
+        self,
+        request: pb.CommitTransferRequest | pb.SwitchVersionRequest,
+        context: _Context,
+        switch: Callable[[PolicyVersion], Coroutine[Any, Any, SwitchTimes]],
+    ) -> dict[str, Any]:
+        """Carry out an order to switch; return the fields that its answers have in common."""
+        with self._signed(), self._traced("weft.switch", context, request.version) as span:
+            times = await switch(_version(request.version))
+            span.set(pause_seconds=times.pause_seconds, load_seconds=times.load_seconds)
+        self._on_switched(request.version.policy, times)
+        return {
+            "version_vector": vector_to_proto(self._agent.serving.vector),
+            "pause": duration_to_proto(times.pause_seconds),
+            "load": duration_to_proto(times.load_seconds),
+            "retained_base_versions": self._agent.serving.memory.retained_bases,
+        }
+
+    @_order
     async def JoinGroup(  # noqa: N802
         self, request: pb.JoinGroupRequest, context: _Context
     ) -> pb.JoinGroupResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
         order = JoinOrder(
             ticket=self._ticket(request.group, agent.engine.capabilities),
             trainer_id=request.trainer_id,
@@ -172,31 +188,25 @@ class ReplicaServicer(ReplicaServiceServicer):
         await agent.join_group(order)
         return pb.JoinGroupResponse()
 
+    @_order
     async def CommitTransfer(  # noqa: N802
         self, request: pb.CommitTransferRequest, context: _Context
     ) -> pb.CommitTransferResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
-        self._check_incarnation(request.incarnation)
-        with self._signed(), self._traced("weft.switch", context, request.version) as span:
-            times = await agent.serving.commit(_copy(request, _version(request.version)))
-            span.set(**_cost(times))
-        self._on_switched(request.version.policy, times)
+
+        def commit(version: PolicyVersion) -> Coroutine[Any, Any, SwitchTimes]:
+            return agent.serving.commit(_copy(request, version))
+
         return pb.CommitTransferResponse(
-            version_vector=vector_to_proto(agent.serving.vector),
-            pause=duration_to_proto(times.pause_seconds),
-            load=duration_to_proto(times.load_seconds),
-            retained_base_versions=agent.serving.memory.retained_bases,
+            **await self._switch(request, context, commit),
             base_as_started=agent.serving.is_as_started(agent.serving.vector.base),
         )
 
+    @_order
     async def LoadTransfer(  # noqa: N802
         self, request: pb.LoadTransferRequest, context: _Context
     ) -> pb.LoadTransferResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
         with self._traced("weft.load", context, request.version):
             await agent.serving.load_in_place(
                 _named(request.transfer_id),
@@ -205,25 +215,19 @@ class ReplicaServicer(ReplicaServiceServicer):
             )
         return pb.LoadTransferResponse()
 
+    @_order
     async def SwitchVersion(  # noqa: N802
         self, request: pb.SwitchVersionRequest, context: _Context
     ) -> pb.SwitchVersionResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
-        self._check_incarnation(request.incarnation)
-        with self._signed(), self._traced("weft.switch", context, request.version) as span:
-            version, has_copy = _version(request.version), request.HasField("spilled")
-            spilled = _copy(request.spilled, version) if has_copy else None
-            times = await agent.serving.switch(version, spilled)
-            span.set(**_cost(times))
-        self._on_switched(request.version.policy, times)
-        return pb.SwitchVersionResponse(
-            version_vector=vector_to_proto(agent.serving.vector),
-            pause=duration_to_proto(times.pause_seconds),
-            load=duration_to_proto(times.load_seconds),
-            retained_base_versions=agent.serving.memory.retained_bases,
-        )
+
+        def switch(version: PolicyVersion) -> Coroutine[Any, Any, SwitchTimes]:
+            has_copy = request.HasField("spilled")
+            return agent.serving.switch(
+                version, _copy(request.spilled, version) if has_copy else None
+            )
+
+        return pb.SwitchVersionResponse(**await self._switch(request, context, switch))
 
     async def DescribeVersion(  # noqa: N802
         self, request: pb.DescribeVersionRequest, context: _Context
@@ -255,18 +259,15 @@ class ReplicaServicer(ReplicaServiceServicer):
         digest = await asyncio.to_thread(checkpoint_digest, found)
         yield pb.DigestVersionResponse(chunk=types_pb2.TensorDigestChunk(digest=digest))
 
+    @_order
     async def SendVersion(  # noqa: N802
         self, request: pb.SendVersionRequest, context: _Context
     ) -> pb.SendVersionResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
-        version = _version(request.version)
         order = SendOrder(
             ticket=self._ticket(request.group, None),
             transfer_id=_named(request.transfer_id),
-            policy=version.policy,
-            version=version.version,
+            version=_version(request.version),
             nonce=request.nonce,
             timeout_seconds=duration_from_proto(request.timeout),
         )
@@ -295,11 +296,10 @@ class ReplicaServicer(ReplicaServiceServicer):
         coordinator = self._agent.config.coordinator
         return TICKET.decode(group, coordinator=coordinator, host=self._agent.host)
 
+    @_order
     async def DiscardTransfer(  # noqa: N802
         self, request: pb.DiscardTransferRequest, context: _Context
     ) -> pb.DiscardTransferResponse:
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
         agent = self._agent
         await agent.serving.discard(_named(request.transfer_id))
         return pb.DiscardTransferResponse(
@@ -307,12 +307,11 @@ class ReplicaServicer(ReplicaServiceServicer):
             incarnation=agent.config.incarnation,
         )
 
+    @_order
     async def RetireVersions(  # noqa: N802
         self, request: pb.RetireVersionsRequest, context: _Context
     ) -> pb.RetireVersionsResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
         mistaken = request.mistaken_versions
         await agent.serving.drop_mistaken(
             [(_version(held.version), held.content_digest) for held in mistaken]
@@ -325,37 +324,31 @@ class ReplicaServicer(ReplicaServiceServicer):
             draining=[POLICY_VERSION.encode(version) for version in sorted(agent.serving.retiring)],
         )
 
+    @_order
     async def RefuseRequests(  # noqa: N802
         self, request: pb.RefuseRequestsRequest, context: _Context
     ) -> pb.RefuseRequestsResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
-        self._check_incarnation(request.incarnation)
         order = OrderKey(request.coordinator_generation, request.order_number)
         agent.order_refusal(order, request.refuse_reason)
         agent.hurry()
         return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
 
+    @_order
     async def Sleep(  # noqa: N802
         self, request: pb.SleepRequest, context: _Context
     ) -> pb.SleepResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
-        self._check_incarnation(request.incarnation)
         order = _SLEEP_ORDER.decode(request, aborts=aborts_from_proto(request.when_running))
         await agent.fall_asleep(order)
         asleep = agent.engine.asleep
         return pb.SleepResponse(sleep=SLEEP.encode(asleep) if asleep else None)
 
+    @_order
     async def WakeUp(  # noqa: N802
         self, request: pb.WakeUpRequest, context: _Context
     ) -> pb.WakeUpResponse:
         agent = self._agent
-        self._check_generation(request.coordinator_generation)
-        await self._agent.check_source(_source(request))
-        self._check_incarnation(request.incarnation)
         await agent.wake_up()
         return pb.WakeUpResponse(
             version_vector=vector_to_proto(agent.serving.vector),
@@ -373,10 +366,6 @@ class ReplicaServicer(ReplicaServiceServicer):
             staging_used_bytes=agent.serving.memory.staging_bytes,
             report=REPORT.encode(agent.report()),
         )
-
-
-def _cost(times: SwitchTimes) -> dict[str, float]:
-    return {"pause_seconds": times.pause_seconds, "load_seconds": times.load_seconds}
 
 
 def _copy(order: pb.CommitTransferRequest | pb.SpilledCopy, version: PolicyVersion) -> VersionCopy:
@@ -401,12 +390,19 @@ def _copy(order: pb.CommitTransferRequest | pb.SpilledCopy, version: PolicyVersi
     )
 
 
-_FINISH_REASONS = {
-    None: generate_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: generate_pb2.FINISH_REASON_ABORT,
-}
+_SAMPLING = codec(
+    Sampling,
+    generate_pb2.Sampling,
+    given=["stop", "stop_token_ids"],
+    told=["num_samples", "stop", "stop_token_ids"],
+)
+_CHUNK = codec(SampleChunk, generate_pb2.SampleChunk, told=["adapter"])
+
+
+def decode_sampling(message: generate_pb2.Sampling) -> Sampling:
+    """Return the settings that a request gives."""
+    stops = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
+    return _SAMPLING.decode(message, **stops)
 
 
 class GenerateServicer(GenerateServiceServicer):
@@ -421,7 +417,7 @@ class GenerateServicer(GenerateServiceServicer):
         images = await self._images(request)
         version = self._agent.requested(request.policy)
         adapter = None if version.policy == BASE_POLICY else version
-        sampling = _sampling(request.sampling)
+        sampling = decode_sampling(request.sampling)
         num_samples = check_num_samples(request.sampling.num_samples or 1, sampling)
         # Nothing is awaited since the name was resolved, so the version is still there.
         answer = self._agent.engine.generate(
@@ -472,33 +468,11 @@ class GenerateServicer(GenerateServiceServicer):
 
 
 def _prompt(request: generate_pb2.GenerateRequest) -> str | list[int]:
-    """Return the prompt to complete: text or token ids, as given.
-
-    Raises:
-        InvalidRequestError: It is empty.
-    """
+    """Return the prompt to complete: text or token ids, as given."""
     prompt = request.text or list(request.token_ids.ids)
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give token_ids or text")
     return prompt
-
-
-def _sampling(given: generate_pb2.Sampling) -> Sampling:
-    return Sampling(
-        temperature=given.temperature if given.HasField("temperature") else 1.0,
-        top_p=given.top_p if given.HasField("top_p") else 1.0,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        repetition_penalty=(
-            given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
-        ),
-        seed=given.seed if given.HasField("seed") else None,
-        max_tokens=given.max_tokens or None,
-        min_tokens=given.min_tokens,
-        stop=tuple(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids),
-        ignore_eos=given.ignore_eos,
-    )
 
 
 def _response(
@@ -506,22 +480,11 @@ def _response(
     adapter: PolicyVersion | None,
     admission: generate_pb2.Admission | None = None,
 ) -> generate_pb2.GenerateResponse:
-    response = generate_pb2.GenerateResponse(admission=admission)
-    for chunk in chunks:
-        made = response.chunks.add(
-            index=chunk.index,
-            token_ids=chunk.token_ids,
-            logprobs=chunk.logprobs,
-            finish_reason=_FINISH_REASONS[chunk.finish_reason],
-        )
-        if chunk.finish_reason is not None:
-            if adapter is not None:
-                made.adapter.CopyFrom(POLICY_VERSION.encode(adapter))
-            for span in chunk.base_spans:
-                made.base_spans.add(
-                    version=span.version,
-                    start=span.start,
-                    end=span.end,
-                    older_cache=span.older_cache,
-                )
-    return response
+    made_by = POLICY_VERSION.encode(adapter) if adapter else None
+    return generate_pb2.GenerateResponse(
+        admission=admission,
+        chunks=[
+            _CHUNK.encode(chunk, adapter=made_by if chunk.finish_reason else None)
+            for chunk in chunks
+        ],
+    )

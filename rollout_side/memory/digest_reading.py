@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -30,6 +31,15 @@ PART_TENSORS = 4096
 #: A reading ends by itself if its digests are not taken for so long.
 IDLE_SECONDS = 60.0
 _LOWEST_PRIORITY = 19
+
+
+@dataclass(frozen=True)
+class TensorDigests:
+    """Tensors of a version with their digests, or a part of them."""
+
+    tensors: tuple[StoredTensor, ...]
+    is_all: bool = True
+    """True if no other part follows."""
 
 
 class DigestReader:
@@ -55,8 +65,8 @@ class DigestReader:
             target=self._run, args=(copy,), name=f"weft-digest-{version}", daemon=True
         ).start()
 
-    def take(self) -> tuple[list[StoredTensor], bool]:
-        """Return the digests found since the last call, and whether they are all. At most
+    def take(self) -> TensorDigests:
+        """Return the digests found since the last call. At most
         ``PART_TENSORS`` come at once, in the order of the layout. Does not block.
 
         Raises:
@@ -64,11 +74,13 @@ class DigestReader:
             LoadFailedError: The version could not be read.
         """
         with self._changed:
-            part = [self._found.popleft() for _ in range(min(PART_TENSORS, len(self._found)))]
+            num_tensors = min(PART_TENSORS, len(self._found))
+            part = tuple(self._found.popleft() for _ in range(num_tensors))
             self._changed.notify()
             if not part and self._error is not None:
                 raise self._error
-            return part, self._is_over and not self._found and self._error is None
+            is_all = self._is_over and not self._found and self._error is None
+            return TensorDigests(part, is_all)
 
     def close(self) -> None:
         """End the thread soon; does not wait for it."""

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from torch.multiprocessing import reductions
@@ -34,54 +34,19 @@ _GIB = 2**30
 SLICE_BYTES = 256 * 2**20
 
 
-class Segment(Protocol):
-    """Writable bytes; the memory lives as long as this object or any tensor viewing
-    ``data``."""
-
-    num_bytes: int
-    owned: bool
-    """True if this process allocated it, and so may reuse it."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Bytes as a contiguous uint8 tensor of shape (num_bytes,); blocks until ``fill`` is
-        done."""
-
-    @property
-    def ref(self) -> SegmentRef:
-        """Reference by which another process attaches it, while this object lives. Blocks as
-        ``data``."""
-
-    def fill(self, source: torch.Tensor) -> None:
-        """Copy bytes to the beginning. From an accelerator it does not block: the copy begins once
-        the calling thread's current stream has made the bytes. They must not change meanwhile;
-        their memory may be given back to torch."""
-
-
-class SegmentRef(Protocol):
-    """Reference by which another process of this machine finds a segment."""
-
-    def attach(self) -> Segment:
-        """Map the segment into this process.
-
-        Raises:
-            NotReadyError: Its owner has ended.
-        """
-
-
 # -- on the host -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class HostRef:
-    """``SegmentRef`` to host memory, by its owner's pid and descriptor."""
+    """Reference to host memory, by its owner's pid and descriptor."""
 
     pid: int
     fd: int
     num_bytes: int
 
     def attach(self) -> Segment:
-        """See ``SegmentRef``."""
+        """Map the segment into this process."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -92,7 +57,8 @@ class HostRef:
 
 
 class HostSegment:
-    """Segment in host memory: a mapped ``memfd``.
+    """Segment in host memory: a mapped ``memfd``, which lives as long as this object or any tensor
+    viewing ``data``.
 
     Args:
         pinned: Whether to page-lock it for the current CUDA device, so that copies to and from it
@@ -109,6 +75,7 @@ class HostSegment:
         pinned: bool = False,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
+        #: Whether this process allocated it, and so may reuse it.
         self.owned = owned
         self._fd = fd
         self._pid = pid
@@ -149,18 +116,22 @@ class HostSegment:
 
     @property
     def data(self) -> torch.Tensor:
-        """See ``Segment``."""
+        """Bytes as a contiguous uint8 tensor of shape (num_bytes,); blocks until ``fill`` is
+        done."""
         self._settle()
         return self._data
 
     @property
     def ref(self) -> SegmentRef:
-        """See ``Segment``."""
+        """Reference by which another process attaches it, while this object lives. Blocks as
+        ``data``."""
         self._settle()
         return HostRef(self._pid, self._fd, self.num_bytes)
 
     def fill(self, source: torch.Tensor) -> None:
-        """See ``Segment``."""
+        """Copy bytes to the beginning. From an accelerator it does not block: the copy begins once
+        the calling thread's current stream has made the bytes. They must not change meanwhile;
+        their memory may be given back to torch."""
         target = self.data[: source.numel()]
         if not source.is_cuda:
             target.copy_(source)
@@ -225,9 +196,13 @@ def _cudart() -> Any:
 # -- on an accelerator --------------------------------------------------------------
 
 
+#: torch's and CUDA's handles have some dozens of bytes.
+_Handle = Annotated[bytes, 1_024]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRef:
-    """``SegmentRef`` to a torch tensor on an accelerator, which others map through CUDA's IPC."""
+    """Reference to a torch tensor on an accelerator, which others map through CUDA's IPC."""
 
     device: int
     num_bytes: int
@@ -236,11 +211,11 @@ class DeviceRef:
     storage_bytes: int
     storage_offset: int
     """Offset of the storage in the allocation that ``handle`` refers to."""
-    handle: bytes
-    counter_handle: bytes
+    handle: _Handle
+    counter_handle: _Handle
     """Handle of the shared memory in which torch counts the processes that have it mapped."""
     counter_offset: int
-    event_handle: bytes
+    event_handle: _Handle
     """Handle of the event after which it may be read."""
     event_sync: bool
 
@@ -267,7 +242,7 @@ class DeviceRef:
         )
 
     def attach(self) -> Segment:
-        """See ``SegmentRef``."""
+        """Map the segment into this process; raises as ``HostRef.attach``."""
         try:
             data = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
                 torch.Tensor, (self.num_bytes,), (1,), self.first_byte, torch.storage.TypedStorage,
@@ -278,6 +253,10 @@ class DeviceRef:
         except RuntimeError as error:
             raise NotReadyError(f"the staged copy cannot be mapped: {error}") from error
         return DeviceSegment(data, owned=False)
+
+
+#: Reference by which another process of this machine finds a segment.
+SegmentRef = HostRef | DeviceRef
 
 
 class DeviceSegment:
@@ -305,12 +284,15 @@ class DeviceSegment:
 
     @property
     def ref(self) -> SegmentRef:
-        """See ``Segment``."""
         return DeviceRef.of(self.data)
 
     def fill(self, source: torch.Tensor) -> None:
-        """See ``Segment``; ordered on the calling thread's current stream."""
+        """Copy bytes to the beginning, ordered on the calling thread's current stream."""
         self.data[: source.numel()].copy_(source)
+
+
+#: Writable bytes.
+Segment = HostSegment | DeviceSegment
 
 
 #: Segments up to this size are kept twice, as adapters' are: where each push takes one and
@@ -320,11 +302,7 @@ _KEPT_TWICE_BYTES = 2**30
 
 class SegmentPool:
     """Free segments of one worker, of two sizes at most: one of each, or two of a size up to
-    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them.
-
-    Args:
-        keeps: Returns whether a free segment is to be kept now.
-    """
+    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them."""
 
     def __init__(self, keeps: Callable[[Segment], bool] = lambda segment: True) -> None:
         self._keeps = keeps

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
 from rollout_side.memory.segment import Memory, Segment, SegmentPool
 from rollout_side.memory.versions import (
@@ -21,7 +22,6 @@ from rollout_side.memory.versions import (
     PartialTransfers,
     RetainedBases,
     SendableVersion,
-    ServedBase,
     ServedSlot,
     StagedHandle,
     StagedVersion,
@@ -37,20 +37,6 @@ from weft_rl.contract.names import PolicyVersion, is_replica_sender
 from weft_rl.transport.progress import OnProgress, ignore_progress
 
 
-@dataclass
-class StoreUsage:
-    """Bytes that a worker holds for Weft, on the host except bases staged on a device."""
-
-    adapter_bytes: int = 0
-    staging_bytes: int = 0
-    """Bytes that are staged or retained; retained copies give way to a push."""
-    free_bytes: int = 0
-    pinned_bytes: int = 0
-    """Bytes of the retained copies that no push may take."""
-    transfer_ids: tuple[str, ...] = ()
-    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
-
-
 def check_adapter_room(
     num_bytes: int, capacity: int, held: Mapping[PolicyVersion, int], waiting: int
 ) -> None:
@@ -59,9 +45,6 @@ def check_adapter_room(
     Args:
         held: Bytes of each adapter that can be served.
         waiting: Bytes that wait for their commit.
-
-    Raises:
-        CapacityError: The store is full; names the versions in it.
     """
     in_use = sum(held.values())
     if in_use + waiting + num_bytes > capacity:
@@ -82,9 +65,6 @@ def check_base_room(
     Args:
         in_use: Bytes that are staged or retained.
         pinned: Versions among them that no push may take.
-
-    Raises:
-        CapacityError: The store is full; names the versions in it.
     """
     if in_use + num_bytes > capacity:
         names = ", ".join(sorted(map(str, pinned)))
@@ -96,11 +76,7 @@ def check_base_room(
 
 
 class Reservations:
-    """Memory reserved for each transfer until it is staged or has ended.
-
-    Args:
-        lock: ``WorkerStore``'s lock, which guards the reservations.
-    """
+    """Memory reserved for each transfer until it is staged or has ended."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._ended = threading.Condition(lock)
@@ -279,10 +255,8 @@ class WorkerStore:
             self._segments.put(segment)
 
     def release(self, transfer_id: str, segment: Segment | None) -> None:
-        """End a reservation without result; ``segment`` may be reused unless None.
-
-        Pass None when an abandoned operation may still write to it.
-        """
+        """End a reservation without result; ``segment`` may be reused unless None. Pass None when
+        an abandoned operation may still write to it."""
         with self._lock:
             self._reservations.end(transfer_id)
             self._segments.put(segment)
@@ -417,7 +391,7 @@ class WorkerStore:
             raise NotFoundError(f"no copy of {version} is held here")
         return base
 
-    def sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
+    def sendable(self, version: PolicyVersion) -> SendableVersion:
         """Return the held copy of a version, or the base that is served.
 
         Raises:
@@ -525,16 +499,17 @@ class WorkerStore:
             self._segments.put(staged.segment if staged else None)
             self.handoff.discard(transfer_id)
 
-    def usage(self) -> StoreUsage:
+    def usage(self) -> MemoryUsage:
         """Return the memory that is held now."""
         with self._lock:
             transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
-            return StoreUsage(
+            return MemoryUsage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=self._num_waiting_bytes() + self._bases.num_bytes,
-                pinned_bytes=self._bases.num_pinned_bytes,
+                pinned_base_bytes=self._bases.num_pinned_bytes,
                 free_bytes=self._segments.num_bytes,
-                transfer_ids=tuple(sorted(transfer_ids)),
+                staged_transfer_ids=tuple(sorted(transfer_ids)),
+                retained_bases=self.retained_bases(),
             )
 
     def _find(self, transfer_id: str) -> StagedVersion:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -31,51 +31,17 @@ class BucketContents(NamedTuple):
     """Digests of these runs or tensors, in order."""
 
 
-class SendableVersion(Protocol):
-    """Whole version that can be sent to another replica."""
-
-    @property
-    def transfer_id(self) -> str:
-        """Transfer that brought it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Layout of the version."""
-
-    @property
-    def content_digest(self) -> bytes:
-        """Digest of its content."""
-
-    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """Copy one bucket's payload; only reads what is served.
-
-        Args:
-            out: uint8, at least the bucket's ``payload_bytes``, on any device; overwritten.
-
-        Returns:
-            The view of ``out`` that is the payload; on an accelerator once the calling
-            thread's current stream is done.
-        """
-
-
 @dataclass(frozen=True)
 class ServedBase:
     """Base that the engine serves, read back from the engine. It exists if the base was loaded by
-    plain copies and no copy was kept; it is gone with the next load.
-
-    Args:
-        read: Copies one bucket's payload, as ``SendableVersion.payload``.
-    """
+    plain copies and no copy was kept; it is gone with the next load."""
 
     transfer_id: str
     version: PolicyVersion
     manifest: Manifest
     content_digest: bytes
-    read: Callable[[int, torch.Tensor], torch.Tensor]
-
-    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """See ``SendableVersion``."""
-        return self.read(index, out)
+    payload: Callable[[int, torch.Tensor], torch.Tensor]
+    """Function that copies a bucket, like ``StagedVersion.payload``."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +65,15 @@ class StagedVersion:
     """At most one tensor: the copy that ``own_bytes`` returns next."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """See ``SendableVersion``."""
+        """Copy one bucket's payload; only reads what is served.
+
+        Args:
+            out: uint8, at least the bucket's ``payload_bytes``, on any device; overwritten.
+
+        Returns:
+            The view of ``out`` that is the payload; on an accelerator once the calling
+            thread's current stream is done.
+        """
         at, size = self._starts[index], self.manifest.buckets[index].payload_bytes
         return out[:size].copy_(self.segment.data[at : at + size])
 
@@ -229,6 +203,10 @@ class PartialTransfer:
         return replace(self, segment=fresh)
 
 
+#: Whole version that can be sent to another replica.
+SendableVersion = StagedVersion | ServedBase
+
+
 @dataclass(frozen=True)
 class StagedHandle:
     """Handle by which another worker of the same machine adopts a staged version."""
@@ -240,11 +218,7 @@ class StagedHandle:
     content_digest: bytes
 
     def attach(self) -> StagedVersion:
-        """Map the bytes into this process; nothing is copied.
-
-        Raises:
-            NotReadyError: The owner of the bytes is gone.
-        """
+        """Map the bytes into this process; nothing is copied."""
         segment = self.segment.attach()
         return StagedVersion(
             self.transfer_id, self.version, self.manifest, segment, self.content_digest
@@ -325,9 +299,6 @@ class RetainedBases:
     lock guards them. Late replicas clone them, a rollback loads them, a push takes their room.
 
     Methods that drop copies return their memory, which is the caller's again.
-
-    Args:
-        base_copies: Number of versions to keep, the served one included.
     """
 
     def __init__(self, base_copies: int) -> None:
@@ -431,11 +402,7 @@ def _is_on_host(copy: StagedVersion) -> bool:
 
 class ServedSlot:
     """Slot of the base that the engine's own weights hold, if they can be read: not before they
-    were loaded whole, nor while the engine sleeps.
-
-    Args:
-        lock: ``WorkerStore``'s lock, which guards the slot.
-    """
+    were loaded whole, nor while the engine sleeps."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock

@@ -20,7 +20,6 @@ from rollout_side.memory.versions import SendableVersion
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import TransferAbortedError, WeftError
 from weft_rl.contract.manifest import whole_plan
-from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import part_digests
 from weft_rl.transport.group import CPU, on_device, window
@@ -52,7 +51,7 @@ class Cloner:
         Raises:
             NotFoundError: The version is not held.
         """
-        self._store.sendable(PolicyVersion(order.policy, order.version))
+        self._store.sendable(order.version)
         with self._lock:
             self._sending = {k: s for k, s in self._sending.items() if s.thread.is_alive()}
             if order.ticket.group_id not in self._sending:
@@ -66,8 +65,6 @@ class Cloner:
 
 
 class _Clone:
-    """Clone that is being sent: membership as rank 0, and thread."""
-
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:
         self._order, self._store = order, store
         self._device = store.memory.device_of(order.ticket.backend)
@@ -90,14 +87,13 @@ class _Clone:
             self._attend()
 
     def _attend(self) -> None:
-        order = self._order
-        version = PolicyVersion(order.policy, order.version)
+        order, version = self._order, self._order.version
         deadline = time.monotonic() + order.timeout_seconds
         try:
             rank = self._rank = SendingRank(order.ticket, self._device)
             try:
                 if not self._stopped:
-                    self._send(rank, version, deadline)
+                    self._send(rank, deadline)
                     rank.wait(lambda: not rank.usable, _END_SECONDS)
             finally:
                 rank.leave()
@@ -107,10 +103,10 @@ class _Clone:
             # The coordinator notices: the rank never attends, or its stream breaks.
             _log.exception("sending clone %s of %s failed", order.transfer_id, version)
 
-    def _send(self, rank: SendingRank, version: PolicyVersion, deadline: float) -> None:
+    def _send(self, rank: SendingRank, deadline: float) -> None:
         order, began = self._order, time.monotonic()
         try:
-            with self._store.lend(version) as copy:
+            with self._store.lend(order.version) as copy:
                 buckets = CopiedBuckets(copy, order.nonce, self._device, order.ticket.backend)
                 rank.send(SenderProgress(order.transfer_id, buckets, deadline))
         except Exception as error:
@@ -118,7 +114,7 @@ class _Clone:
             raise
         _log.info(
             "sent a clone of %s: %d bytes in %.3f s, epoch %d",
-            version,
+            order.version,
             copy.manifest.total_bytes,
             time.monotonic() - began,
             order.ticket.epoch,
@@ -126,10 +122,8 @@ class _Clone:
 
 
 class CopiedBuckets:
-    """A held version's buckets as they travel, under a new nonce; see ``Buckets``.
-
-    The version is only read. Each buffer is as large as the largest bucket.
-    """
+    """A held version's buckets as they travel, under a new nonce; see ``Buckets``. The version is
+    only read. Each buffer is as large as the largest bucket."""
 
     def __init__(
         self, copy: SendableVersion, nonce: int, device: torch.device = CPU, backend: str = GLOO
@@ -154,11 +148,9 @@ class CopiedBuckets:
         return True
 
     def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``."""
         return in_manifest_order(self.manifest, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
-        """See ``Buckets``."""
         return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
 
     def _buffer(self, index: int) -> torch.Tensor:

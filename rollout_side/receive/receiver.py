@@ -20,10 +20,11 @@ from rollout_side.memory.store import WorkerStore, WorkingThreads
 from rollout_side.memory.versions import PartialTransfer, is_adapter
 from rollout_side.receive.incoming_buckets import (
     IncomingTransfer,
+    InPlaceTransfer,
     PreparedTransfer,
+    StagingTransfer,
     receive_buckets,
 )
-from rollout_side.receive.transfers import InPlaceTransfer, StagingTransfer
 from weft_rl.contract.errors import (
     CapacityError,
     PeerUnavailableError,
@@ -62,15 +63,7 @@ _Direction = pb.AttendResponse | threading.Event | None
 
 
 class GroupReceiver:
-    """Membership of a worker in one side group, and the thread that receives in it.
-
-    Args:
-        ticket: Place of the worker in the group.
-        trainer_id: Trainer that owns the group.
-        store: Store that verified versions are put in.
-        former: Receiver of the trainer's group before, which this one waits for.
-        tracer: Tracer for the spans of what is received.
-    """
+    """Membership of a worker in one side group, and the thread that receives in it."""
 
     def __init__(
         self,
@@ -379,7 +372,6 @@ class GroupReceiver:
         )
 
     def _drop_prepared(self) -> None:
-        """Free the memory of a transfer that was never started."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             prepared.span.end()
@@ -402,12 +394,7 @@ LONGEST_SECONDS = 60.0
 
 
 class Probe:
-    """One probe, from the order to attend it until the coordinator drops its group.
-
-    Args:
-        ticket: Place in the probe's group; nothing is sent over the backend.
-        threads: Threads that must have answered before.
-    """
+    """One probe, from the order to attend it until the coordinator drops its group."""
 
     def __init__(self, ticket: GroupTicket, threads: WorkingThreads) -> None:
         self.ticket = ticket
@@ -441,11 +428,6 @@ class Probe:
             pause = min(LONGEST_SECONDS, 2 * pause)
 
     def _attend(self) -> None:
-        """Attend until the group is dropped.
-
-        Raises:
-            WeftError: The group was dropped, or the coordinator went away.
-        """
         ticket = self.ticket
         errors: list[WeftError] = []
         ended = threading.Event()
@@ -473,12 +455,7 @@ class Probe:
 
 
 class Receiver:
-    """All side groups of one worker process, one per trainer.
-
-    Args:
-        store: Store that verified versions are put in.
-        tracer: Tracer for the spans of what is received; its owner closes it.
-    """
+    """All side groups of one worker process, one per trainer."""
 
     def __init__(self, store: WorkerStore, tracer: Tracer = NO_TRACER) -> None:
         self._store, self._tracer = store, tracer
@@ -487,11 +464,8 @@ class Receiver:
         self._probe: Probe | None = None
 
     def join(self, order: JoinOrder) -> None:
-        """Join a group in place of the trainer's former one.
-
-        Returns at once; success and failure are reported on the group's stream. A probe replaces
-        a former probe instead.
-        """
+        """Join a group in place of the trainer's former one. Returns at once; success and failure
+        are reported on the group's stream. A probe replaces a former probe instead."""
         with self._lock:
             ticket, trainer_id = order.ticket, order.trainer_id
             if order.is_probe:

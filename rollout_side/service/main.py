@@ -15,7 +15,6 @@ from rollout_side.agent.registration import check_contact
 from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from rollout_side.config import RolloutConfig
 from rollout_side.service.metrics import ReplicaMetrics
-from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.launch import open_engine
 from rollout_side.vllm_engine.replica import VllmReplica
@@ -108,23 +107,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     check_listen(config.telemetry.health)
     await check_contact(config.agent)
     with said(STARTING, _log.info) as start:  # the loop is blocked for minutes
-        engine = await open_engine(
-            list(config.vllm_args),
-            http_host=config.http_host,
-            http_port=config.http_port,
-            adapter_memory_bytes=config.adapter_memory_bytes,
-            staging_memory_bytes=config.staging_memory_bytes,
-            staging=config.staging,
-            backend=config.backend,
-            base_copies=config.base_copies,
-            spill=_spill_settings(config),
-            enable_sleep=config.enable_sleep,
-            vllm_defaults=config.vllm_defaults,
-            running_requests=config.running_requests,
-            traced_as=config.agent.replica_id if config.telemetry.traces else "",
-            allow_unversioned_changes=config.allow_unversioned_changes,
-            on_step=start.step,
-        )
+        engine = await open_engine(config, on_step=start.step)
     patience = _FAILURE_SECONDS
     try:
         why = await _serve_engine(config, engine, stop, ready, tracer, security)
@@ -133,16 +116,6 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         await engine.shutdown(patience)
         await asyncio.to_thread(tracer.close)
     return why
-
-
-def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
-    if not config.spill_dir:
-        return None
-    return SpillSettings(
-        directory=config.spill_dir,
-        capacity_bytes=config.spill_bytes,
-        owner=config.agent.replica_id,
-    )
 
 
 async def _serve_engine(

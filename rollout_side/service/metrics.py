@@ -88,11 +88,7 @@ class ReplicaMetrics(Collector):
             self._met.labels(_BECAME[self._config.running_requests]).inc(times.num_begun)
 
     async def watch_spill(self, measure: Callable[[], int]) -> None:
-        """Measure the spill directory at intervals, until cancelled.
-
-        Args:
-            measure: Returns the directory's bytes; called on another thread.
-        """
+        """Measure the spill directory at intervals, until cancelled."""
         while True:
             # The spiller logs a disk that fails or hangs.
             with contextlib.suppress(OSError, TransferTimeoutError):

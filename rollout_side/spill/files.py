@@ -78,10 +78,6 @@ def write_version(
     Args:
         config_json: PEFT's config, for an adapter.
         going_on: Called between pieces; the write ends once it returns False.
-
-    Raises:
-        OSError: The disk is full, or gone.
-        TransferAbortedError: ``going_on`` returned False.
     """
     shards = _shards(copy.manifest, copy.version, shard_bytes)
     for name, slots in shards.items():
@@ -112,12 +108,7 @@ def write_version(
 
 
 def read_facts(directory: Path) -> Facts:
-    """Read the facts of the version in a directory.
-
-    Raises:
-        OSError: The file cannot be read.
-        InvalidManifestError: The file was not written by this version of Weft, or is damaged.
-    """
+    """Read the facts of the version in a directory."""
     with _as_damage(directory):
         facts = json.loads((directory / FACTS).read_bytes())
         if facts["format"] != FORMAT:
@@ -129,20 +120,12 @@ def read_facts(directory: Path) -> Facts:
 
 
 def read_config(directory: Path) -> str:
-    """Read PEFT's config of the adapter in a directory.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Read PEFT's config of the adapter in a directory."""
     return (directory / _CONFIG).read_text()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the layout that the version was staged in.
-
-    Raises:
-        OSError, InvalidManifestError: As ``read_facts``.
-    """
+    """Read the layout that the version was staged in."""
     with _as_damage(directory):
         data = memoryview((directory / MANIFEST).read_bytes())
         decoder, at = ManifestDecoder(), 0
@@ -166,9 +149,6 @@ def read_into(
 
     Returns:
         The content digest of what was read.
-
-    Raises:
-        OSError, InvalidManifestError: As ``read_facts``.
     """
     starts, digests = bucket_starts(manifest), list[list[int]]()
     with contextlib.ExitStack() as stack, _as_damage(directory):

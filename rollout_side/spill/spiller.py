@@ -31,6 +31,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.replica_report import HeldVersion
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +49,6 @@ _MAX_HUNG = 4
 
 
 class _SpillReader:
-    """Read of one spilled version, and its progress."""
-
     def __init__(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes, place: Path
     ) -> None:
@@ -98,24 +97,14 @@ class Spiller:
         self._restore: _SpillReader | None = None
         #: Threads that read a version from a disk that did not answer, by its directory's name.
         self._hung: dict[str, threading.Thread] = {}
-        self._listed: tuple[PolicyVersion, ...] = ()
-        self._digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
+        #: Complete copies in the directory, bases first, then newest first; bounded.
+        self.copies: tuple[HeldVersion, ...] = ()
         try:
             read_within(STALL_SECONDS, str(folder.path), self._list)
         except (OSError, TransferTimeoutError) as error:
             _log.warning("the spilled versions are not known yet: %s", error)
         self._thread = threading.Thread(target=self._run, name="weft-spill", daemon=True)
         self._thread.start()
-
-    @property
-    def listed(self) -> tuple[PolicyVersion, ...]:
-        """Complete versions in the directory, bases first, then newest first; bounded."""
-        return self._listed
-
-    @property
-    def digests(self) -> tuple[tuple[PolicyVersion, bytes], ...]:
-        """Content digests of ``listed``; one version may have several."""
-        return self._digests
 
     def follow(self, order: SpillOrder) -> None:
         """Set the versions to spill from now on; returns at once."""
@@ -219,9 +208,11 @@ class Spiller:
             if now >= self._refused.get(path.name, 0.0) and not self._hangs(path.name):
                 found.setdefault(version, []).append(self._folder.digest_of(path))
         ordered = sorted(found, key=lambda v: (v.policy != BASE_POLICY, -v.version, v.policy))
-        listed = ordered[:MAX_LISTED]
-        self._digests = tuple((v, digest) for v in listed for digest in sorted(found[v]))
-        self._listed = tuple(listed)
+        self.copies = tuple(
+            HeldVersion(version, digest, spilled=True)
+            for version in ordered[:MAX_LISTED]
+            for digest in sorted(found[version])
+        )
 
     # -- reading, on a thread for each ----------------------------------------------
 
@@ -291,10 +282,7 @@ class Spiller:
         if restore is None or not restore.is_stalled or restore.thread is None:
             return restore
         self._hung[restore.place.name] = restore.thread
-        self._listed = tuple(version for version in self._listed if version != restore.version)
-        self._digests = tuple(
-            known for known in self._digests if known != (restore.version, restore.content_digest)
-        )
+        self.copies = tuple(copy for copy in self.copies if copy.version != restore.version)
         error = NotReadyError(
             f"{restore.version} cannot be restored: the disk of {restore.place} has not answered "
             f"for {STALL_SECONDS:g} s",

@@ -10,10 +10,11 @@ import secrets
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Final
 
-from rollout_side.config import RolloutConfig, Staging
+from rollout_side.config import RolloutConfig
+from rollout_side.memory.messages import unpacked
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges, places, requests
 from rollout_side.vllm_engine.http.middleware import (
@@ -24,23 +25,23 @@ from rollout_side.vllm_engine.http.middleware import (
 )
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import OpenAiServer, listen
+from rollout_side.vllm_engine.loading.reload_proof import ReloadVerdict, engine_identity
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server import capabilities, cpu_cache, refusals
-from rollout_side.vllm_engine.server.architecture import MemoryModule
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.engine_trial import EngineTrial
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
-from rollout_side.vllm_engine.server.reload_verdict import ReloadVerdict, engine_identity
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage
 from rollout_side.vllm_engine.worker.rank_results import check_results
+from rollout_side.vllm_engine.worker.state import OpenConfig, WorkerDeclaration
 from rollout_side.waits import read_within
 from weft_rl.checkpoints.files import local_model_dir
-from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.contract.tensors import LinearModule, Reference, TensorMeta
+from weft_rl.contract.tensors import Reference, TensorMeta
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
@@ -57,47 +58,19 @@ RL_DEFAULTS: Final = {"logprobs_mode": "processed_logprobs", "generation_config"
 
 
 async def open_engine(
-    vllm_args: list[str],
+    settings: RolloutConfig,
     *,
-    http_host: str,
-    http_port: int,
-    adapter_memory_bytes: int,
-    staging_memory_bytes: int,
-    staging: Staging = RolloutConfig.staging,
-    backend: BackendChoice = RolloutConfig.backend,
-    base_copies: int = RolloutConfig.base_copies,
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
-    spill: SpillSettings | None = None,
-    running_requests: RunningRequests = RolloutConfig.running_requests,
-    enable_sleep: bool = RolloutConfig.enable_sleep,
-    vllm_defaults: bool = RolloutConfig.vllm_defaults,
-    allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
-    traced_as: str = "",
     on_step: Callable[[str], None] = lambda step: None,
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 
     Args:
-        vllm_args: Arguments as for ``vllm serve``: MODEL first, or ``--model``.
-        http_host: Address that the OpenAI server will listen on.
-        http_port: 0 takes a free one; see ``VllmReplica.http_port``.
-        adapter_memory_bytes: Bound of the adapter store.
-        staging_memory_bytes: Bound of staged base weights, retained ones included.
-        staging: Where bases are staged on a GPU host, if they are.
-        backend: Backends of the side groups to join.
-        base_copies: Number of base versions that a copy is kept of, the served one included. None
-            is kept where bases are loaded in place.
+        settings: Settings of the replica; its agent and its telemetry are not started here.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` and a ``Tracer`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
-        spill: Spill directory; None to spill nothing.
-        running_requests: Treatment of running requests when the base changes.
-        enable_sleep: Whether to give the engine the allocator that lets it sleep; on a GPU.
-        vllm_defaults: Whether to keep vLLM's own defaults of sampling.
-        allow_unversioned_changes: Whether to accept an environment that opens vLLM endpoints which
-            change weights.
-        traced_as: Replica to name in the workers' spans; empty if they make none.
         on_step: Function called with the name of each step that takes long, as it begins.
 
     Returns:
@@ -110,22 +83,21 @@ async def open_engine(
             or the spill directory cannot be made.
         Exception: vLLM's own, if the engine does not start.
     """
-    refusals.refuse_environment(os.environ, allow=allow_unversioned_changes)
+    refusals.refuse_environment(os.environ, allow=settings.allow_unversioned_changes)
     version = bridges.installed_version()
     places.check(version, bridges.check_version(version))
     # gRPC does not survive a fork, nor does a loop with threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     on_step("importing vLLM")
     parts = bridges.server_parts()
-    args = parse_args(vllm_args, parts, {} if vllm_defaults else RL_DEFAULTS)
-    refusals.refuse_backend(backend)
-    if enable_sleep:
+    args = parse_args(settings.vllm_args, parts, {} if settings.vllm_defaults else RL_DEFAULTS)
+    refusals.refuse_backend(settings.backend)
+    if settings.enable_sleep:
         refusals.refuse_sleep_without_gpu()
         args.enable_sleep_mode = True
-    in_place = staging == "in-place"
-    if in_place:
+    if settings.staging == "in-place":
         _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
-        base_copies = 0
+    running_requests = settings.running_requests
     if running_requests == "keep":
         refusals.refuse_keep(args)
         args.scheduler_cls = requests.SCHEDULER
@@ -135,7 +107,7 @@ async def open_engine(
     if bridges.is_cpu():
         cpu_cache.size_cache(args, os.environ)
     async with contextlib.AsyncExitStack() as stack:
-        sock = listen(http_host, http_port)
+        sock = listen(settings.http_host, settings.http_port)
         stack.callback(sock.close)
         refusals.refuse_missing_model(args.model)
         initial_checkpoint = InitialCheckpoint(
@@ -161,42 +133,40 @@ async def open_engine(
             model_dir, config.model_config.hf_config, data_type(config.model_config.dtype)
         )
         drafts = capabilities.draft_files(config, model_dir, described)
+        spill = _spill_settings(settings)
         if spill is not None:
             _make_folder(spill, described)
         holdings = HoldingsPage()
         stack.callback(holdings.close)
         on_step("preparing the workers for pushes")
         verdict = ReloadVerdict(engine_identity(config, version, model_dir))
-        values = check_results(
-            await engine.collective_rpc(
-                "weft_open",
-                args=(
-                    _open_config(
-                        described,
-                        drafts,
-                        capabilities.memory_modules(config.model_config.hf_config, described),
-                        receiver_factory,
-                        adapter_memory_bytes,
-                        staging_memory_bytes,
-                        staging,
-                        backend,
-                        base_copies,
-                        spill,
-                        holdings,
-                        traced_as,
-                        verdict.get(),
-                    ),
-                ),
-            )
+        opened = OpenConfig(
+            staging_memory_bytes=settings.staging_memory_bytes,
+            adapter_memory_bytes=settings.adapter_memory_bytes,
+            staging=settings.staging,
+            backend=settings.backend,
+            base_copies=0 if settings.staging == "in-place" else settings.base_copies,
+            receiver_factory=receiver_factory,
+            replica_pid=os.getpid(),
+            holdings_path=holdings.path,
+            ranks_secret=secrets.token_hex(32),
+            reference=described,
+            draft_files=drafts,
+            in_memory=tuple(capabilities.memory_modules(config.model_config.hf_config, described)),
+            spill=spill,
+            traced_as=settings.agent.replica_id if settings.telemetry.traces else "",
+            reload_verdict=verdict.get(),
         )
-        verdict.put([value["reload_verdict"] for value in values])
-        described = await with_common_draft(engine, described, drafts, [v["draft"] for v in values])
+        args_of_open = (packing(OpenConfig).pack(opened),)
+        values = check_results(await engine.collective_rpc("weft_open", args=args_of_open))
+        declared = [unpacked(WorkerDeclaration, value["declaration"]) for value in values]
+        verdict.put([each.reload_verdict for each in declared])
+        described = await with_common_draft(
+            engine, described, drafts, [each.draft for each in declared]
+        )
         described = replace(
-            described.sent_as_float32(values[0]["sent_as_float32"]),
-            untold_modules=tuple(
-                LinearModule(name, tuple(shape), tuple(other_names))
-                for name, shape, other_names in values[0]["untold_modules"]
-            ),
+            described.sent_as_float32(declared[0].sent_as_float32),
+            untold_modules=declared[0].untold_modules,
         )
         on_step("generating its first tokens")
         await EngineTrial(engine, at_switch.generate, at_switch.caches).run()
@@ -215,22 +185,14 @@ async def open_engine(
             capabilities=make_capabilities(
                 config,
                 described,
+                settings,
+                declared,
                 engine_version=version,
-                expected_modules=values[0]["lora_modules"],
-                lora_unapplied=values[0]["lora_unapplied"],
-                base_refusal=next((v["base_refusal"] for v in values if v["base_refusal"]), ""),
-                backends=values[0]["backends"],
-                trial_name=values[0]["trial_name"],
-                gpu_uuids=[value["gpu_uuid"] for value in values if value["gpu_uuid"]],
-                staging_capacity_bytes=values[0]["staging_bytes"],
-                adapter_capacity_bytes=adapter_memory_bytes,
-                loads_in_place=in_place,
-                running_requests=running_requests,
                 served_names=models.own_names,
             ),
             reference=described,
             model_name=models.base_name,
-            worker_pids=tuple(value["pid"] for value in values),
+            worker_pids=tuple(each.pid for each in declared),
             deadlines=deadlines or Deadlines(),
             spill_folder=SpillFolder(spill, described.fingerprint) if spill else None,
         )
@@ -256,6 +218,16 @@ async def with_common_draft(
     return drafted
 
 
+def _spill_settings(settings: RolloutConfig) -> SpillSettings | None:
+    if not settings.spill_dir:
+        return None
+    return SpillSettings(
+        directory=settings.spill_dir,
+        capacity_bytes=settings.spill_bytes,
+        owner=settings.agent.replica_id,
+    )
+
+
 def _make_folder(spill: SpillSettings, described: Reference) -> None:
     try:
         folder = SpillFolder(spill, described.fingerprint)
@@ -268,17 +240,9 @@ def _make_folder(spill: SpillSettings, described: Reference) -> None:
 
 
 def parse_args(
-    vllm_args: list[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
+    vllm_args: Sequence[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
 ) -> Namespace:
-    """Parse ``vllm serve``'s arguments and add those that Weft needs.
-
-    Args:
-        defaults: Values of vLLM's options that the arguments do not give.
-
-    Raises:
-        UnsupportedError: An argument that Weft cannot honour.
-        InvalidRequestError: vLLM refused them; says why, or its parser has printed it.
-    """
+    """Parse ``vllm serve``'s arguments and add those that Weft needs."""
     parser = parts.make_arg_parser(parts.argument_parser())
     parser.set_defaults(**defaults)
     cpu_cache.mark_default(parser)
@@ -337,44 +301,3 @@ def _http_server(
     )
     app.state.server = server.server  # vLLM's error handlers stop it when the engine died
     return server
-
-
-def _open_config(
-    described: Reference,
-    drafts: Sequence[TensorMeta],
-    in_memory: list[MemoryModule],
-    receiver_factory: str,
-    adapter_bytes: int,
-    staging_bytes: int,
-    staging: Staging,
-    backend: BackendChoice,
-    base_copies: int,
-    spill: SpillSettings | None,
-    holdings: HoldingsPage,
-    traced_as: str,
-    reload_verdict: str | None,
-) -> dict[str, Any]:
-    """Return the fields of ``worker.state.OpenConfig`` as plain values."""
-    return {
-        "staging_memory_bytes": staging_bytes,
-        "adapter_memory_bytes": adapter_bytes,
-        "staging": staging,
-        "backend": backend,
-        "base_copies": base_copies,
-        "receiver_factory": receiver_factory,
-        "replica_pid": os.getpid(),
-        "holdings_path": holdings.path,
-        "ranks_secret": secrets.token_hex(32),
-        "architecture": described.architecture,
-        "tensors": _plain(described.tensors),
-        "draft_prefixes": list(described.draft_prefixes),
-        "draft_files": _plain(drafts),
-        "in_memory": [tuple(module) for module in in_memory],
-        "spill": asdict(spill) if spill else None,
-        "traced_as": traced_as,
-        "reload_verdict": reload_verdict,
-    }
-
-
-def _plain(metas: Sequence[TensorMeta]) -> list[tuple[str, int, list[int]]]:
-    return [(meta.name, int(meta.dtype), list(meta.shape)) for meta in metas]

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout_side.engine import (
     AliasRefusals,
+    Engine,
     EngineWork,
     GenerateOrder,
     Generation,
@@ -24,7 +25,8 @@ from rollout_side.engine import (
     SwitchTimes,
     VersionFacts,
 )
-from rollout_side.memory.ranks.messages import unpack_manifest
+from rollout_side.memory.digest_reading import TensorDigests
+from rollout_side.memory.messages import unpacked
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.middleware import RequestTracker
@@ -58,6 +60,7 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
 from weft_rl.contract.replica_report import AbsentPolicy, Sleep
 from weft_rl.contract.tensors import Reference
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ class HeldCopy:
 
     def manifest(self) -> Manifest:
         """Decode the manifest, which a switch does not need."""
-        return unpack_manifest(self.packed_manifest)
+        return unpacked(Manifest, self.packed_manifest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,7 @@ class EngineParts:
     """Exit stack that ends the engine's processes."""
 
 
-class VllmReplica:
+class VllmReplica(Engine):
     """One vLLM engine. Every method runs on the event loop that opened it.
 
     Switches of weights are serialised here; generation continues beside them, except
@@ -178,46 +181,37 @@ class VllmReplica:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """See ``Engine``."""
         return self._initial_checkpoint.checkpoint
 
     @property
     def dirty_reason(self) -> str:
-        """See ``Engine``."""
         return self._gate.dirty_reason
 
     @property
     def work(self) -> EngineWork:
-        """See ``Engine``."""
         return self._workers.owed.work
 
     @property
     def base_version(self) -> int:
-        """See ``Engine``."""
         return self.models.base.version
 
     @property
     def draft_version(self) -> int:
-        """See ``Engine``."""
         return self.base_switch.draft_version
 
     def draft_counts(self) -> tuple[int, int]:
-        """See ``Engine``."""
         return bridges.draft_counts()
 
     @property
     def loading(self) -> str:
-        """See ``Engine``."""
         return self._in_place.loading
 
     @property
     def asleep(self) -> Sleep | None:
-        """See ``Engine``."""
         return self._sleeper.asleep
 
     @property
     def lacks_base(self) -> bool:
-        """See ``Engine``."""
         return self._sleeper.lacks_base
 
     @property
@@ -253,10 +247,8 @@ class VllmReplica:
                 )
 
     async def shutdown(self, timeout_seconds: float = 10.0) -> None:
-        """Stop listening, let running requests end until the deadline, end the engine.
-
-        Succeeds if it was called before.
-        """
+        """Stop listening, let running requests end until the deadline, end the engine. Succeeds if
+        it was called before."""
         if self._learning is not None:
             self._learning.cancel()
         self._in_place.close()
@@ -275,23 +267,18 @@ class VllmReplica:
     # -- held versions: methods of ``Engine`` that change nothing of what is served ----
 
     async def memory(self) -> MemoryUsage:
-        """See ``Engine``."""
-        return self._holdings.read()
+        return self._holdings.read().memory
 
     async def join_group(self, order: JoinOrder) -> None:
-        """See ``Engine``."""
-        await self._workers.call("weft_join", *_ticket_and_rest(order))
+        await self._workers.call("weft_join", packing(JoinOrder).pack(order))
 
     async def send(self, order: SendOrder) -> None:
-        """See ``Engine``."""
-        await self._workers.call("weft_send", *_ticket_and_rest(order))
+        await self._workers.call("weft_send", packing(SendOrder).pack(order))
 
     async def pin_bases(self, versions: Sequence[int]) -> None:
-        """See ``Engine``."""
         await self._workers.call("weft_pin_bases", list(versions))
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
-        """See ``Engine``."""
         return (await self.held(version)).manifest()
 
     async def held(self, version: PolicyVersion) -> HeldCopy:
@@ -307,7 +294,6 @@ class VllmReplica:
     async def digest_tensors(
         self, version: PolicyVersion
     ) -> AsyncGenerator[Sequence[StoredTensor], None]:
-        """See ``Engine``."""
         if version == STARTED_WITH:
             yield await answer_within(
                 _FILES_SECONDS, "the checkpoint", self._initial_checkpoint.tensors
@@ -318,19 +304,16 @@ class VllmReplica:
             wait_seconds, longest = _DIGEST_LOOK_SECONDS
             while True:
                 values = await self._workers.call("weft_digested")
-                value = next(value for value in values if value["tensors"] is not None)
-                if part := value["tensors"]:
-                    yield [
-                        StoredTensor(name, dtype, tuple(shape), digest)
-                        for name, dtype, shape, digest in part
-                    ]
-                if value["is_all"]:
+                packed = next(value["digests"] for value in values if value["digests"])
+                part = unpacked(TensorDigests, packed)
+                if part.tensors:
+                    yield part.tensors
+                if part.is_all:
                     return
                 await asyncio.sleep(wait_seconds)
                 wait_seconds = min(2 * wait_seconds, longest)
 
     async def holds_started_with(self, version: PolicyVersion) -> bool:
-        """See ``Engine``."""
         stored = self._initial_checkpoint.known_tensors
         if not stored:
             return False
@@ -338,17 +321,9 @@ class VllmReplica:
         return digest_in_layout(held.manifest(), stored) == held.content_digest
 
     async def spill(self, order: SpillOrder) -> None:
-        """See ``Engine``."""
-        await self._workers.call(
-            "weft_spill",
-            [str(version) for version in order.keep],
-            [str(version) for version in order.retired],
-            order.served_base,
-            order.serves_all,
-        )
+        await self._workers.call("weft_spill", packing(SpillOrder).pack(order))
 
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """See ``Engine``."""
         folder = self.spill_folder
         if folder is None:
             raise NotFoundError(f"{version} is not spilled: this replica has no --spill-dir")
@@ -368,11 +343,6 @@ class VllmReplica:
         content_digest: bytes,
         layout_digest: bytes,
     ) -> None:
-        """See ``Engine``.
-
-        Raises:
-            TransferTimeoutError: It took too long, and was dropped.
-        """
         if not self.spills:
             raise NotReadyError(
                 f"{version} cannot be restored: this replica has no --spill-dir",
@@ -382,7 +352,7 @@ class VllmReplica:
         await call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
         deadline = time.monotonic() + self._restore_seconds
         with self._workers.owed.elsewhere():
-            while not self._holdings.has_ended(transfer_id):
+            while self._holdings.read().ended_restore != transfer_id:
                 if time.monotonic() > deadline:
                     await call("weft_discard", transfer_id)
                     raise TransferTimeoutError(
@@ -395,7 +365,6 @@ class VllmReplica:
     # -- what is served: the other methods of ``Engine`` -------------------------------
 
     async def discard(self, transfer_id: str) -> None:
-        """See ``Engine``."""
         if not self.capabilities.loads_in_place:
             await self._workers.call("weft_discard", transfer_id)
             return
@@ -406,20 +375,16 @@ class VllmReplica:
                 await self._workers.call("weft_discard", transfer_id)
 
     async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
-        """See ``Engine``."""
         await self._sleeper.end_requests(order, is_wanted)
 
     def take_requests(self) -> None:
-        """See ``Engine``."""
         self._sleeper.take_requests()
 
     async def fall_asleep(self, order: SleepOrder) -> bool:
-        """See ``Engine``."""
         async with self._gate.exclusive():
             return await self._sleeper.fall_asleep(order)
 
     async def wake_up(self) -> None:
-        """See ``Engine``."""
         async with self._gate.exclusive():
             has_base = await self._sleeper.wake_up()
         if not has_base:
@@ -430,17 +395,14 @@ class VllmReplica:
                 _log.warning("%s cannot be loaded from a copy held here: %s", base, error)
 
     async def set_alias(self, version: PolicyVersion) -> None:
-        """See ``Engine``."""
         async with self._gate.exclusive():
             self.models.set_alias(version)
 
     async def drop_alias(self, policy: str) -> None:
-        """See ``Engine``."""
         async with self._gate.exclusive():
             self.models.drop_alias(policy)
 
     def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
-        """See ``Engine``."""
         self.models.absent = policies
 
     async def load_adapter(
@@ -451,16 +413,7 @@ class VllmReplica:
         content_digest: bytes,
         alias: int = 0,
     ) -> SwitchTimes:
-        """See ``Engine``. A version that is served already succeeds at once.
-
-        Raises:
-            InvalidNameError: The name stands for something else on this replica.
-            NotReadyError: Not staged, LoRA is off, the version is being retired, or a base
-                is being loaded in place (``TRANSFER_UNDER_WAY``).
-            DigestMismatchError: Other bytes are staged or served.
-            LoadFailedError: The engine refused it; nothing changed. With metadata
-                ``dirty`` it did not answer in time.
-        """
+        """Load an adapter; one that is served already succeeds at once."""
         async with self._gate.exclusive():
             self.models.check_new(version)
             if self.models.is_served(version, content_digest):
@@ -492,26 +445,18 @@ class VllmReplica:
     async def apply_base(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
-        """See ``Engine``. A base that loads also repairs a dirty engine.
-
-        Raises:
-            NotReadyError, DigestMismatchError, InvalidManifestError: Nothing changed.
-            LoadFailedError: With metadata ``dirty`` "true" the engine stays paused and
-                HTTP requests are refused until a base loads.
-        """
+        """Load a base, which repairs a dirty engine, too."""
         async with self._gate.exclusive():
             return await self.base_switch.apply(transfer_id, version, content_digest)
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
     ) -> None:
-        """See ``Engine``."""
         async with self._gate.exclusive():
             await self._sleeper.wake_weights()
             await self._in_place.begin(transfer_id, version, timeout_seconds)
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
-        """See ``Engine``."""
         if version == STARTED_WITH:
             with self._workers.owed.elsewhere():
                 await self._initial_checkpoint.check_unchanged()
@@ -520,16 +465,11 @@ class VllmReplica:
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 
     def refuse_aliases(self, refused: AliasRefusals) -> None:
-        """See ``Engine``."""
         self.models.refuse_aliases(refused)
 
     async def retire(self, version: PolicyVersion) -> bool:
-        """See ``Engine``. Never waits for a request: True comes from a later call, at
-        least ``GRACE_SECONDS`` after the version was first seen unused.
-
-        Raises:
-            NotReadyError: An alias stands for this version.
-        """
+        """Retire a version without waiting for requests: True comes from a later call, at least
+        ``GRACE_SECONDS`` after the version was first seen unused."""
         served = self.models.remove(version, self.tracker.mark())
         if served is None:
             return True
@@ -559,23 +499,13 @@ class VllmReplica:
         return str(version) in bridges.loras_in_use(self.engine)
 
     async def read_images(self, images: Sequence[PromptImage]) -> Sequence[Any]:
-        """See ``Engine``."""
         return await self._answers.read_images(images)
 
     def generate(self, order: GenerateOrder) -> Generation:
-        """See ``Engine``."""
         return self._answers.begin(order)
 
     def num_requests(self) -> int:
-        """See ``Engine``."""
         return self.tracker.num_running
 
     def refuse_requests(self, reason: str) -> None:
-        """See ``Engine``."""
         self._gate.close(reason)
-
-
-def _ticket_and_rest(order: JoinOrder | SendOrder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split an order into its ticket and its other fields, as plain values for workers."""
-    fields = dataclasses.asdict(order)
-    return fields.pop("ticket"), fields

@@ -9,13 +9,14 @@ from concurrent import futures
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_status import rpc_status
 
-from rollout_side.agent.registration import HeldVersions, Registration, ReplicaDeclaration
+from rollout_side.agent.registration import HeldVersions, Registration
 from rollout_side.config import AgentConfig
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
@@ -122,8 +123,7 @@ def _registration(
     failed: Callable[[WeftError], None],
     current: Callable[[], HeldVersions] = _holdings,
 ) -> Registration:
-    identity = ReplicaDeclaration(
-        address="127.0.0.1:1",
+    engine: Any = SimpleNamespace(
         capabilities=replace(CAPABILITIES, reference_digest="d" * 64),
         reference=REFERENCE,
         model_name="tiny",
@@ -135,7 +135,12 @@ def _registration(
         conflict_patience_seconds=0.05,
     )
     return Registration(
-        config, identity, current=current, on_failed=failed, on_answer=lambda told: None
+        config,
+        "127.0.0.1:1",
+        engine,
+        current=current,
+        on_failed=failed,
+        on_answer=lambda told: None,
     )
 
 

@@ -117,7 +117,7 @@ async def spilling(tmp_path: Path) -> AsyncIterator[Served]:
 
     async def is_listed() -> bool:
         agent.serving.memory = await engine.memory()
-        return set(agent.serving.memory.spilled) == set(keep)
+        return {c.version for c in agent.serving.memory.spilled} == set(keep)
 
     async with serving(agent, engine) as replica:
         await eventually(is_listed)
@@ -180,7 +180,7 @@ async def test_what_a_spill_directory_cannot_give(spilling: Served) -> None:
     refused = await refusal(stub.SwitchVersion(_order("base", layout_digest=b"other")))
     assert refused == "DATA_LOSS/DIGEST_MISMATCH"
     assert spilling.engine.spiller is not None
-    assert spilling.engine.spiller.listed == (), "neither is told of again"
+    assert spilling.engine.spiller.copies == (), "neither is told of again"
     assert spilling.agent.serving.vector == VersionVector()
 
 

@@ -62,8 +62,8 @@ class AnswerDouble:
 
     def _chunk(self, index: int, held: list[tuple[int, int]], **ends: Any) -> SampleChunk:
         adapter = self._order.adapter.version if self._order.adapter else 0
-        tokens = [token(base, adapter, index, position) for base, position in held]
-        return SampleChunk(index=index, token_ids=tokens, logprobs=[-0.5] * len(held), **ends)
+        tokens = tuple(token(base, adapter, index, position) for base, position in held)
+        return SampleChunk(index=index, token_ids=tokens, logprobs=(-0.5,) * len(held), **ends)
 
     def _last(
         self, bases: list[int], reason: FinishReason, held: list[tuple[int, int]]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -396,8 +397,9 @@ class EngineDouble:
         reading, is_all = DigestReader(self.store, version), False
         try:
             while not is_all:
-                part, is_all = reading.take()
-                yield part
+                part = reading.take()
+                is_all = part.is_all
+                yield part.tensors
                 await asyncio.sleep(0.001)
         finally:
             reading.close()
@@ -455,16 +457,7 @@ class EngineDouble:
         return True
 
     async def memory(self) -> MemoryUsage:
-        usage = self.store.usage()
-        return MemoryUsage(
-            adapter_bytes=usage.adapter_bytes,
-            staging_bytes=usage.staging_bytes,
-            staged_transfer_ids=usage.transfer_ids,
-            retained_bases=self.store.retained_bases(),
-            spilled=self.spiller.listed if self.spiller else (),
-            spilled_digests=self.spiller.digests if self.spiller else (),
-            pinned_base_bytes=usage.pinned_bytes,
-        )
+        return replace(self.store.usage(), spilled=self.spiller.copies if self.spiller else ())
 
     async def holds(self) -> dict[str, Any]:
         """For tests: the first element of each base tensor, the content digests of the base and of

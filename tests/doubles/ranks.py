@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from rollout_side.engine import SwitchTimes
-from rollout_side.memory.handoff import Handoff, InPlaceLoad
-from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
+from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankHandoff, RankServer
 from rollout_side.memory.versions import tensor_in
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from rollout_side.config import RolloutConfig, Staging
+from rollout_side.config import AgentConfig, RolloutConfig, Staging
 from rollout_side.engine import SwitchTimes
 from tests.e2e.generations import Generations
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
@@ -234,14 +234,16 @@ async def _serve(
     launch.WORKER_EXTENSION = "tests.e2e.worker_methods.WorkerUnderTest"
     try:
         replica = await launch.open_engine(
-            argv,
-            http_host="127.0.0.1",
-            http_port=0,
-            adapter_memory_bytes=2**26,
-            staging_memory_bytes=2**26,
-            staging=staging,
-            base_copies=2,
-            running_requests=running_requests,
+            RolloutConfig(
+                agent=AgentConfig(coordinator="127.0.0.1:1"),
+                vllm_args=argv,
+                http_port=0,
+                adapter_memory_bytes=2**26,
+                staging_memory_bytes=2**26,
+                staging=staging,
+                base_copies=2,
+                running_requests=running_requests,
+            ),
             receiver_factory=FACTORY,
         )
         await replica.start_http()

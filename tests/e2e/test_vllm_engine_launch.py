@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.vllm_engine import launch
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.launch import open_engine
@@ -21,13 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 async def start(*args: str, port: int = 0) -> None:
     """Would block for an engine that is never reached."""
-    await open_engine(
-        list(args),
-        http_host="127.0.0.1",
-        http_port=port,
-        adapter_memory_bytes=1,
-        staging_memory_bytes=1,
-    )
+    agent = AgentConfig(coordinator="127.0.0.1:1")
+    await open_engine(RolloutConfig(agent=agent, vllm_args=args, http_port=port))
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.plan_proof import make_plan
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
-from rollout_side.vllm_engine.server.reload_verdict import engine_identity
+from rollout_side.vllm_engine.loading.reload_proof import engine_identity
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess, run_child
 from tests.e2e.logprobs import PROMPT
 from tests.models import make_adapter, make_model

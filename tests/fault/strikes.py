@@ -309,7 +309,7 @@ def _copying(strike: Strike) -> None:
 
 def _loading(strike: Strike) -> None:
     """Points of a replica that loads in place."""
-    from rollout_side.receive.transfers import InPlaceTransfer
+    from rollout_side.receive.incoming_buckets import InPlaceTransfer
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
@@ -326,7 +326,7 @@ def _loading(strike: Strike) -> None:
 
 def _rank(strike: Strike) -> None:
     """Points of a rank that loads in place what another one receives."""
-    from rollout_side.memory.ranks.handoff import RankHandoff
+    from rollout_side.memory.handoff import RankHandoff
     from tests.doubles.ranks import LoadingRank
 
     match strike.point:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from rollout_side.memory.ranks.messages import MESSAGES, Buffers
+from rollout_side.memory.messages import MESSAGES, Buffers
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file

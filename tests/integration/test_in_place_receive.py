@@ -100,7 +100,7 @@ def test_pushes_are_loaded_as_they_arrive(pool: Pool, publisher: Publisher) -> N
         for engine in engines:
             assert same(engine.base, weights(Model(seed)))
             assert same(engine.adapter("math@1"), lora(adapter))
-            assert engine.store.usage().transfer_ids == ()
+            assert engine.store.usage().staged_transfer_ids == ()
             assert engine.store.usage().staging_bytes == 0
             assert not engine.loading
     for agent in pool.agents.values():
@@ -216,7 +216,7 @@ def test_a_push_that_ends_early_leaves_the_engine_as_it_was_if_nothing_was_loade
         with pytest.raises(WeftError):
             pushing.result(WAIT_SECONDS)
     until(lambda: handoff.error is not None)
-    assert engine.store.usage().transfer_ids == ()
+    assert engine.store.usage().staged_transfer_ids == ()
     assert same(engine.base, before)
     assert not engine.dirty_reason
     with pytest.raises(WeftError, match="not prepared"):

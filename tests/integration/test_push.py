@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rollout_side.receive import transfers
+from rollout_side.receive import incoming_buckets as transfers
 from rollout_side.receive.incoming_buckets import ReceiveRing
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool

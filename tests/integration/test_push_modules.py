@@ -11,7 +11,7 @@ from tests.integration.traced_push import PROCESSES, Trace, trace_push
 from tests.unit.docs.walk import stops
 
 #: Modules that a push passes in each process. They only fall: wanted are 22, 22 and 16.
-MAX_MODULES = {"trainer": 40, "coordinator": 31, "replica": 30}
+MAX_MODULES = {"trainer": 40, "coordinator": 31, "replica": 27}
 #: Calls from ``push_adapter`` to the backend's, and the files that they lie in; wanted are 9 in 5.
 MAX_CALLS, MAX_FILES = 9, 6
 #: Where vLLM's own process begins: an engine double stands in its place here.

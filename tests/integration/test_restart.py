@@ -123,7 +123,7 @@ def test_a_whole_pool_comes_back_by_itself(
         assert {version: digests(pool, name, version) for version in ALL} == pushed
         assert engine.aliases == {"math": 2, "code": 1}
         assert list(replica(pool, name).report.retained_base_versions) == [1]
-        assert engine.store.usage().transfer_ids == ()
+        assert engine.store.usage().staged_transfer_ids == ()
     late = double()  # without a directory: it clones from one that was restored
     pool.add_replica("replica-9", late)
     until(lambda: is_ready(pool, "replica-9"))

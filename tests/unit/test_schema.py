@@ -17,6 +17,7 @@ import rollout_side.agent.servicers  # noqa: F401 (makes the codecs of replicas)
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.manifest import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.sampling import Sampling
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
@@ -48,6 +49,14 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     ),
     SendPlan: st.just(make_send_plan(2, [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1)])),
     TrainerProcess: st.builds(TrainerProcess, _TEXT, _TEXT, _NUMBER, _QUARTERS),
+    Sampling: st.builds(
+        Sampling,
+        temperature=_QUARTERS,
+        top_p=st.sampled_from([0.25, 1.0]),
+        seed=st.none() | _NUMBER,
+        max_tokens=st.none() | _NUMBER,
+        ignore_eos=st.booleans(),
+    ),
 }
 
 
@@ -69,6 +78,8 @@ def _strategy(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def _values(kind: Any, beside: frozenset[str]) -> st.SearchStrategy[Any]:
+    if kind in _VALUES:
+        return _VALUES[kind]
     hints = typing.get_type_hints(kind)
     fields = {
         one.name: st.none() if one.name in beside else _strategy(hints[one.name])
@@ -86,7 +97,7 @@ def test_values_come_back(made: MessageCodec[Any, Any], data: st.DataObject) -> 
     value = data.draw(_values(made.value, made.beside))
     received = made.message.FromString(made.encode(value).SerializeToString())
     names = {one.name for one in dataclasses.fields(value)} & made.beside
-    assert made.decode(received, **dict.fromkeys(names)) == value
+    assert made.decode(received, **{name: getattr(value, name) for name in names}) == value
 
 
 @pytest.mark.parametrize("made", MADE, ids=lambda made: made.value.__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final, NoReturn
 
@@ -47,7 +47,7 @@ class Sampling:
     """Divisor of the logits of tokens that were there before, above 0."""
     seed: int | None = None
     """Seed, from 0 to 2**53 - 1; None: at random."""
-    max_tokens: int | None = None
+    max_tokens: int | None = field(default=None, metadata={"unset": None})
     """Most tokens of each sample; None: as many as the model's context leaves."""
     min_tokens: int = 0
     """Fewest tokens before an end-of-sequence or stop token may come."""
@@ -95,10 +95,10 @@ def check_num_samples(number: Any, sampling: Sampling, name: str = "num_samples"
     Raises:
         InvalidRequestError: It cannot be right, or there is one most likely sample alone.
     """
-    field = "num_samples"
-    checked = _whole(name, number, least=1, most=MAX_SAMPLES, field=field)
+    told = "num_samples"
+    checked = _whole(name, number, least=1, most=MAX_SAMPLES, field=told)
     if checked > 1 and sampling.temperature == 0:
-        _refuse(name, number, "1 with temperature=0, whose samples would all be alike", field)
+        _refuse(name, number, "1 with temperature=0, whose samples would all be alike", told)
     return checked
 
 

@@ -18,9 +18,10 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
+
+from weft_rl.ipc.packing import packing
 
 _M = TypeVar("_M")
 _HEAD: Final = struct.Struct("<4sHH")
@@ -51,38 +52,33 @@ class PeerTimeoutError(PeerError):
     """Silence of a peer until a deadline, or its reading nothing; it may be there still."""
 
 
-@dataclass(frozen=True)
-class Kind(Generic[_M]):
-    """Encoding of one kind of message."""
-
-    message: type[_M]
-    max_bytes: int
-    pack: Callable[[Any], bytes]
-    unpack: Callable[[bytes], _M]
-    """Raises ValueError or ``struct.error`` of other bytes."""
-    has_descriptor: bool = False
-
-
 class Codec(Generic[_M]):
     """Encoding of the messages between two processes.
 
     Args:
         magic: Four letters that no other codec has.
         version: Grows with each change that an older peer would not understand.
-        kinds: Kinds of messages by number, from 1 on; none where users read frames themselves.
+        kinds: Messages by number, from 1 on; none where users read frames themselves.
+        with_descriptor: Those of them that a descriptor comes with.
     """
 
     def __init__(
-        self, magic: bytes, version: int, kinds: Mapping[int, Kind[_M]] | None = None
+        self,
+        magic: bytes,
+        version: int,
+        kinds: Mapping[int, type[_M]] | None = None,
+        with_descriptor: Collection[type[_M]] = (),
     ) -> None:
         self._magic, self._version, self._kinds = magic, version, dict(kinds or {})
-        self._numbers = {kind.message: number for number, kind in self._kinds.items()}
-        self.max_bytes = max((kind.max_bytes for kind in self._kinds.values()), default=0)
+        self._with_descriptor = with_descriptor
+        self._numbers = {kind: number for number, kind in self._kinds.items()}
+        self._packings = {number: packing(kind) for number, kind in self._kinds.items()}
+        self.max_bytes = max((each.max_bytes for each in self._packings.values()), default=0)
 
     def encode(self, message: _M) -> tuple[int, bytes]:
         """Return the number of a message's kind, and its content."""
         number = self._numbers[type(message)]
-        return number, self._kinds[number].pack(message)
+        return number, self._packings[number].pack(message)
 
     def decode(
         self, number: int, content: bytes, num_descriptors: int = 0, peer: str = "the peer"
@@ -94,24 +90,20 @@ class Codec(Generic[_M]):
         """
         self.check_size(number, len(content), peer)
         kind = self._kinds[number]
-        name = kind.message.__name__
-        if num_descriptors != kind.has_descriptor:
+        name = kind.__name__
+        if num_descriptors != (kind in self._with_descriptor):
             raise PeerError(f"{peer} says {name} with a descriptor too many, or one too few")
         try:
-            return kind.unpack(content)
+            return self._packings[number].unpack(content)
         except (struct.error, ValueError) as error:
             raise PeerError(f"{peer} says {name}, garbled: {error}") from error
 
     def check_size(self, number: int, num_bytes: int, peer: str = "the peer") -> None:
-        """Refuse a frame of ``peer`` of an unknown kind, or longer than its kind may be.
-
-        Raises:
-            PeerError: It is such a frame.
-        """
+        """Refuse a frame of ``peer`` of an unknown kind, or longer than its kind may be."""
         if number not in self._kinds:
             raise PeerError(f"{peer} says a message of kind {number}, which there is not")
-        if num_bytes > self._kinds[number].max_bytes:
-            name = self._kinds[number].message.__name__
+        if num_bytes > self._packings[number].max_bytes:
+            name = self._kinds[number].__name__
             raise PeerError(f"{peer} says {name} of {num_bytes:,} bytes")
 
     def pack_head(self, number: int) -> bytes:
@@ -119,11 +111,7 @@ class Codec(Generic[_M]):
         return _HEAD.pack(self._magic, self._version, number)
 
     def read_head(self, data: bytes | bytearray, peer: str = "the peer") -> int:
-        """Return the kind of the frame of ``peer`` that ``data`` begins with.
-
-        Raises:
-            PeerError: It begins no frame of this codec and version.
-        """
+        """Return the kind of the frame of ``peer`` that ``data`` begins with."""
         if len(data) < _HEAD.size or data[: len(self._magic)] != self._magic:
             raise PeerError(f"{peer} says what is no message of Weft's")
         _, version, number = _HEAD.unpack_from(data)

@@ -89,7 +89,6 @@ class Handshake:
     def _hear(
         self, connection: Connection[Any], num_bytes: int, role: str, deadline: float
     ) -> memoryview:
-        """Return what the peer says beside the proof of its role."""
         hello = _HelloFrame(connection, num_bytes)
         finish([hello], deadline)
         shown, said = hello.content[:_PROOF_BYTES], hello.content[_PROOF_BYTES:]
@@ -99,8 +98,6 @@ class Handshake:
 
 
 class _HelloFrame(IncomingFrame):
-    """First frame of a peer."""
-
     def __init__(self, connection: Connection[Any], num_bytes: int) -> None:
         super().__init__(connection)
         self._num_bytes = num_bytes

@@ -67,21 +67,15 @@ def check_version(version: str) -> tuple[int, int]:
 
 
 def installed_version() -> str:
-    """Return vLLM's version.
-
-    Raises:
-        UnsupportedError: vLLM cannot be imported.
-    """
+    """Return vLLM's version."""
     with _importing():
         return str(importlib.import_module("vllm").__version__)
 
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Raise what an import of vLLM ends with as one sentence.
-
-    Packages beside it that are built for another torch end it with any type of error.
-    """
+    """Raise what an import of vLLM ends with as one sentence. Packages beside it that are built for
+    another torch end it with any type of error."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -103,10 +97,8 @@ def is_cpu() -> bool:
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return a factory of uvloop's event loops; None where uvloop is not installed.
-
-    vLLM's own server uses such loops. They cost about half as much as Python's.
-    """
+    """Return a factory of uvloop's event loops; None where uvloop is not installed. vLLM's own
+    server uses such loops. They cost about half as much as Python's."""
     try:
         factory: Callable[[], asyncio.AbstractEventLoop]
         factory = importlib.import_module("uvloop").new_event_loop
@@ -128,11 +120,7 @@ class ServerParts:
 
 
 def server_parts() -> ServerParts:
-    """Find the builders: they moved in 0.32, and the arguments again in 0.33.
-
-    Raises:
-        UnsupportedError: vLLM's server cannot be imported.
-    """
+    """Find the builders: they moved in 0.32, and the arguments again in 0.33."""
     with _importing():
         return _server_parts()
 
@@ -172,11 +160,8 @@ def _first_module(*names: str) -> Any:
 
 
 async def pause_keeping(engine: Any) -> None:
-    """Pause the scheduler; running requests keep their place.
-
-    ``AsyncLLM.pause_generation`` would add a sleep of 20 ms that its author calls
-    not required for correctness.
-    """
+    """Pause the scheduler; running requests keep their place. ``AsyncLLM.pause_generation`` would
+    add a sleep of 20 ms that its author calls not required for correctness."""
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
 
@@ -198,11 +183,8 @@ async def set_weight_version(engine: Any, text: str) -> None:
 
 
 async def end(engine: Any, timeout_seconds: float) -> None:
-    """End the engine's processes, with time to free the memory that they share.
-
-    vLLM's own clean-up kills them at once. Its output handler is stopped first: it
-    would take the end for a crash.
-    """
+    """End the engine's processes, with time to free the memory that they share. vLLM's own clean-up
+    kills them at once. Its output handler is stopped first: it would take the end for a crash."""
     handler = getattr(engine, "output_handler", None)
     if handler is not None:
         handler.cancel()
@@ -222,24 +204,12 @@ def sampling_params(sampling: Sampling, num_samples: int = 1, chunk_tokens: int 
     Args:
         num_samples: Number of samples of the prompt.
         chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.32 on.
-
-    Raises:
-        ValueError, or what ``typed_failures`` maps: The settings contradict each other.
     """
     module = importlib.import_module("vllm.sampling_params")
+    stops = {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     params = module.SamplingParams(
         n=num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
+        **{**vars(sampling), **stops},  # its settings have vLLM's names
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=module.RequestOutputKind.DELTA,
@@ -322,10 +292,8 @@ def draft_counts() -> tuple[int, int]:
 
 
 def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
-    """Return a context that sets vLLM's current config.
-
-    The loaders of some layers read it (0.32 and later).
-    """
+    """Return a context that sets vLLM's current config. The loaders of some layers read it (0.32
+    and later)."""
     context: AbstractContextManager[Any] = importlib.import_module(
         "vllm.config"
     ).set_current_vllm_config(config)
@@ -363,14 +331,7 @@ def without_lora(model: Any) -> Iterator[None]:
 
 
 def checkpoint_tensors(worker: Any, *, lazily: bool = False) -> Iterator[tuple[str, Any]]:
-    """Return the tensors of the files that an engine was started with, by checkpoint name.
-
-    Args:
-        lazily: Whether to read no more than what is used of them, where vLLM can.
-
-    Raises:
-        UnsupportedError: Its loader cannot read them again.
-    """
+    """Return the tensors of the files that an engine was started with, by checkpoint name."""
     config, model = worker.vllm_config, worker.model_runner.get_model()
     return _read_again(config.load_config, worker.model_config, model, lazily=lazily)
 
@@ -395,10 +356,7 @@ def _read_again(
 
 def why_read_whole(worker: Any) -> str:
     """Return why ``checkpoint_tensors`` cannot read a part alone of an engine's files; empty if it
-    can.
-
-    vLLM maps safetensors files of a directory, and no others.
-    """
+    can. vLLM maps safetensors files of a directory, and no others."""
     load_config, model = worker.vllm_config.load_config, worker.model_runner.get_model()
     load_format = str(load_config.load_format)
     if load_format not in _LAZY_FORMATS:
@@ -416,11 +374,7 @@ def why_read_whole(worker: Any) -> str:
 
 
 def model_files(worker: Any) -> list[Path]:
-    """Return the safetensors files that an engine was started with; empty where there are none.
-
-    Raises:
-        InvalidRequestError: Their index cannot be read.
-    """
+    """Return the safetensors files that an engine was started with; empty where there are none."""
     config, load_config = worker.model_config, worker.vllm_config.load_config
     model_dir = local_model_dir(config.model, config.revision, load_config.download_dir)
     return [] if model_dir is None else weight_files(model_dir)
@@ -447,11 +401,7 @@ def why_draft_stays(model_runner: Any) -> str:
 
 def draft_checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     """Return the tensors of the files of the model that drafts tokens, by their names in a base;
-    none where they are the served model's own files.
-
-    Raises:
-        UnsupportedError: As ``checkpoint_tensors``.
-    """
+    none where they are the served model's own files."""
     config = worker.vllm_config
     drafting = config.speculative_config
     if draft_is_in_checkpoint(drafting, worker.model_config):
@@ -468,22 +418,15 @@ def draft_load_config(config: Any) -> Any:
 
 
 def draft_is_in_checkpoint(drafting: Any, config: Any) -> bool:
-    """Return whether the model that drafts tokens is a part of the served model's checkpoint.
-
-    Args:
-        drafting: vLLM's ``SpeculativeConfig``.
-        config: ``ModelConfig`` of the served model.
-    """
+    """Return whether the model that drafts tokens is a part of the served model's checkpoint."""
     return bool(
         drafting.method != "draft_model" and drafting.draft_model_config.model == config.model
     )
 
 
 def reset_lora_state(model_runner: Any) -> None:
-    """Drop what LoRA layers derived from the old base (0.32 and later).
-
-    Every loaded adapter is dropped too; each comes back at its next use.
-    """
+    """Drop what LoRA layers derived from the old base (0.32 and later). Every loaded adapter is
+    dropped too; each comes back at its next use."""
     reset = getattr(model_runner, "reset_lora_state", None)
     if reset is not None:
         reset()
@@ -493,10 +436,8 @@ def reset_lora_state(model_runner: Any) -> None:
 
 
 def rename_mapper(model: Any) -> Any:
-    """Return the model's mapper of checkpoint names, renames only; None if it has none.
-
-    The method that gives it is called ``get_unstacked_mapper`` in 0.26.
-    """
+    """Return the model's mapper of checkpoint names, renames only; None if it has none. The method
+    that gives it is called ``get_unstacked_mapper`` in 0.26."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
@@ -507,11 +448,7 @@ def rename_mapper(model: Any) -> Any:
 
 
 def validate_loaded(manager: Any, lora: Any) -> None:
-    """Run vLLM's checks of a loaded adapter, those that this version has; see ``places``.
-
-    Raises:
-        ValueError: A check fails; in vLLM's words.
-    """
+    """Run vLLM's checks of a loaded adapter, those that this version has; see ``places``."""
     for name in (
         "_validate_moe_lora_format",
         "_validate_classification_head_lora",  # 0.33
@@ -547,25 +484,19 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
 
 async def fall_asleep(engine: Any, level: int) -> None:
     """Free the accelerator's memory; move the weights to the host (level 1) or discard them (2).
-
-    Resets the prefix cache.
-    """
+    Resets the prefix cache."""
     await engine.sleep(level=level)
 
 
 async def wake_up(engine: Any, tags: list[str]) -> None:
-    """Take back the memory of the "weights" or of the "kv_cache".
-
-    After level 2 the model's buffers are all that has its values again.
-    """
+    """Take back the memory of the "weights" or of the "kv_cache". After level 2 the model's buffers
+    are all that has its values again."""
     await engine.wake_up(tags)
 
 
 def can_sleep_in_part() -> bool:
-    """Return whether an engine with awake weights and a sleeping KV cache can be put to sleep.
-
-    0.26 takes such an engine to be asleep already.
-    """
+    """Return whether an engine with awake weights and a sleeping KV cache can be put to sleep. 0.26
+    takes such an engine to be asleep already."""
     executor = importlib.import_module("vllm.v1.executor.abstract").Executor
     return isinstance(getattr(executor, "is_sleeping", None), property)
 
@@ -578,9 +509,7 @@ def weights_memory() -> list[tuple[int, int]]:
 
 def waking_bytes() -> int:
     """Return the bytes that an engine takes of the accelerator as its weights wake, in a worker.
-
-    They are those of all that sleeps but the KV cache.
-    """
+    They are those of all that sleeps but the KV cache."""
     return sum(data.handle[1] for data in _held().values() if data.tag != "kv_cache")
 
 

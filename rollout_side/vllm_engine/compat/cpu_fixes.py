@@ -21,9 +21,6 @@ def install_row_mask() -> bool:
     In vLLM's CPU kernels a row without adapter has index -1, which selects the
     *last* adapter slot (0.26 to 0.32: 2.6 to 5.4 nats off). The shrunk row is set to
     zero here, so that its expansion adds nothing. Idempotent.
-
-    Returns:
-        Whether the kernels needed it.
     """
     kernels: Any = importlib.import_module("vllm.lora.ops.torch_ops.lora_ops")
     wrapper: Any = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
@@ -71,9 +68,6 @@ def install_prompt_rows() -> bool:
     order (0.26 to 0.33). With several requests the numbers of both differ, which ends the engine
     (``echo`` with ``logprobs``, ``prompt_logprobs``); where they are equal, a LoRA of the head is
     another request's. Idempotent.
-
-    Returns:
-        Whether this machine needs it: only the CPU's kernels are replaced.
     """
     if not importlib.import_module("vllm.platforms").current_platform.is_cpu():
         return False
@@ -139,9 +133,6 @@ def rebuild_moe_kernels(model: torch.nn.Module) -> int:
 
     vLLM takes an existing kernel for a sign that the weights may be copied in place
     and skips the CPU's prepacking (0.32: 2.6 nats off, silently).
-
-    Returns:
-        Number of kernels that will be rebuilt.
     """
     num_reset = 0
     for module in model.modules():
@@ -157,9 +148,6 @@ def refill_released(model: torch.nn.Module) -> int:
 
     The layer is built with its whole weight, which vLLM then copies to that of no elements: the
     reload fails midway. The backend packs and releases it again (read in 0.32, not run).
-
-    Returns:
-        Number of weights that were refilled.
     """
     reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
     num_refilled = 0

@@ -285,11 +285,7 @@ def missing(root: Path, release: tuple[int, int]) -> list[VllmPlace]:
 
 
 def check(version: str, release: tuple[int, int]) -> None:
-    """Refuse a vLLM in which a name that Weft depends on cannot be found.
-
-    Raises:
-        UnsupportedError: Names the first, and what Weft would do there.
-    """
+    """Refuse a vLLM in which a name that Weft depends on cannot be found."""
     lost = missing(Path(str(importlib.import_module("vllm").__file__)).parent, release)
     if not lost:
         return
@@ -303,11 +299,7 @@ def check(version: str, release: tuple[int, int]) -> None:
 
 
 def has_name(root: Path, path: str, sources: dict[str, str] | None = None) -> bool:
-    """Return whether the package has a name, as ``VllmPlace.names`` has it.
-
-    Args:
-        sources: Files that were read before, by module; more are added.
-    """
+    """Return whether the package has a name, as ``VllmPlace.names`` has it."""
     sources = {} if sources is None else sources
     module, _, name = path.partition(":")
     if module not in sources:

@@ -18,10 +18,8 @@ KEEP_REQUESTS = "weft_keep_requests"
 
 
 def make_scheduler(*args: Any, vllm_config: Any, **settings: Any) -> Any:
-    """Make vLLM's own scheduler, and add ``keep_held_blocks`` to ``EngineCore``.
-
-    It is the scheduler that vLLM would have chosen.
-    """
+    """Make vLLM's own scheduler, and add ``keep_held_blocks`` to ``EngineCore``. It is the
+    scheduler that vLLM would have chosen."""
     core: Any = importlib.import_module("vllm.v1.engine.core").EngineCore
     setattr(core, KEEP_REQUESTS, keep_held_blocks)
     own = copy.copy(vllm_config.scheduler_config)
@@ -72,10 +70,8 @@ _FAILURES = (
 
 
 async def take_in_outputs(engine: Any) -> None:
-    """Wait, at a pause, until the outputs that came before it have been taken in.
-
-    The engine's answer to the pause comes behind these outputs, in the same queue.
-    """
+    """Wait, at a pause, until the outputs that came before it have been taken in. The engine's
+    answer to the pause comes behind these outputs, in the same queue."""
     if not engine.output_processor.request_states:
         return
     queue = engine.engine_core.outputs_queue
@@ -119,10 +115,8 @@ def unfinished_requests(engine: Any) -> frozenset[str]:
 
 
 def on_request_sent(engine: Any, note: Callable[[str], None]) -> None:
-    """Call ``note`` with the caller's id of each request when it is sent to the engine.
-
-    From then on it is among the unfinished requests, until it has finished.
-    """
+    """Call ``note`` with the caller's id of each request when it is sent to the engine. From then
+    on it is among the unfinished requests, until it has finished."""
     core = engine.engine_core
     send = core.add_request_async
 
@@ -180,9 +174,7 @@ def send_items_until_taken(engine: Any) -> None:
 
 class _UnsentCache:
     """Items of vLLM's cache that no request has brought to the engine; replaces two of its methods.
-
-    The cache is used on vLLM's thread for items, and ``forget`` on the event loop.
-    """
+    The cache is used on vLLM's thread for items, and ``forget`` on the event loop."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

@@ -154,10 +154,8 @@ class RequestNotes:
         return self.refusal
 
     def switch(self) -> Refusal | None:
-        """Record that the base has changed; return the refusal if the request must end.
-
-        A request for an exact version without tokens may have to end.
-        """
+        """Record that the base has changed; return the refusal if the request must end. A request
+        for an exact version without tokens may have to end."""
         if self.models is not None and not self.has_begun:
             self.base = self.models.base
             if "@" in self.asked:
@@ -307,12 +305,7 @@ Explain = Callable[[str], Refusal | None]
 
 
 def explain_unknown_models(app: App, explain: Explain) -> App:
-    """Return an ASGI application that replaces the 404 of an unknown model by ``explain(name)``.
-
-    Args:
-        app: vLLM's application.
-        explain: Returns the answer instead; None keeps vLLM's.
-    """
+    """Return an ASGI application that replaces the 404 of an unknown model by ``explain(name)``."""
 
     async def explaining(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

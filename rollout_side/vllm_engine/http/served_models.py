@@ -74,11 +74,7 @@ def _is_up_to(number: str, last: int) -> bool:
 
 
 class ServedModels:
-    """Names of adapters in vLLM's registry. Used from one event loop only.
-
-    Args:
-        serving_models: vLLM's ``OpenAIServingModels``; its listing is replaced.
-    """
+    """Names of adapters in vLLM's registry. Used from one event loop only."""
 
     def __init__(self, serving_models: Any) -> None:
         self._serving = serving_models
@@ -136,11 +132,7 @@ class ServedModels:
         self._serving.is_base_model = is_base_model
 
     def request_of(self, version: PolicyVersion) -> Any:
-        """Return vLLM's ``LoRARequest`` of a version.
-
-        Raises:
-            NotFoundError: The version cannot be requested.
-        """
+        """Return vLLM's ``LoRARequest`` of a version."""
         if not self._can_be_requested(version):
             raise NotFoundError(f"{version} is not served here")
         return self._served[version].request
@@ -159,10 +151,8 @@ class ServedModels:
         return self._refused_alias(asked, asked) if asked in self._aliases else None
 
     def explain_unknown(self, name: str) -> Refusal:
-        """Return the answer to a name that vLLM does not know.
-
-        It lists what can be requested instead: of an exact version, the versions of its policy.
-        """
+        """Return the answer to a name that vLLM does not know. It lists what can be requested
+        instead: of an exact version, the versions of its policy."""
         policy, _, number = name.rpartition("@")
         if not policy:
             refused = self._refused_alias(name, name) or self._absent_policy(name, name)
@@ -214,22 +204,14 @@ class ServedModels:
         return name in self.own_names and self._serving.lora_requests.get(name) is None
 
     def next_id(self) -> int:
-        """Return an integer id that no adapter had.
-
-        Raises:
-            UnsupportedError: All 2**31 - 2**20 are used; restart the replica.
-        """
+        """Return an integer id that no adapter had."""
         number = next(self._ids)
         if number >= END_LORA_ID:
             raise UnsupportedError("all adapter ids of this process are used; restart the replica")
         return number
 
     def check_new(self, version: PolicyVersion) -> None:
-        """Refuse a name that stands for something else here.
-
-        Raises:
-            InvalidNameError: The base model, or an adapter from a file, has it.
-        """
+        """Refuse a name that stands for something else here."""
         for name in (version.policy, str(version)):
             if self._serving.is_base_model(name):
                 raise InvalidNameError(
@@ -248,12 +230,7 @@ class ServedModels:
         return self._served.get(version)
 
     def is_served(self, version: PolicyVersion, content_digest: bytes) -> bool:
-        """Return whether an adapter of this version and content can be requested already.
-
-        Raises:
-            DigestMismatchError: The version is served with other content.
-            NotReadyError: It is being retired.
-        """
+        """Return whether an adapter of this version and content can be requested already."""
         served = self._served.get(version)
         if served is None:
             return False
@@ -269,21 +246,15 @@ class ServedModels:
     def add(
         self, version: PolicyVersion, request: Any, content_digest: bytes, alias: int = 0
     ) -> None:
-        """Make a version requestable, and set its alias.
-
-        The alias stands for the version ``alias`` if that can be requested, else for this one.
-        """
+        """Make a version requestable, and set its alias. The alias stands for the version ``alias``
+        if that can be requested, else for this one."""
         self._served[version] = ServedAdapter(request, content_digest)
         self._serving.lora_requests[str(version)] = request
         wanted = PolicyVersion(version.policy, alias)
         self.set_alias(wanted if self._can_be_requested(wanted) else version)
 
     def set_alias(self, version: PolicyVersion) -> None:
-        """Let the bare name stand for a version; running requests keep theirs.
-
-        Raises:
-            NotFoundError: It cannot be requested.
-        """
+        """Let the bare name stand for a version; running requests keep theirs."""
         if not self._can_be_requested(version):
             raise NotFoundError(f"{version} is not served here")
         self._aliases[version.policy] = version
@@ -295,10 +266,8 @@ class ServedModels:
             self._serving.lora_requests.pop(policy, None)
 
     def refuse_aliases(self, refused: AliasRefusals) -> None:
-        """Refuse these aliases, the base model's own name among them, and accept the others.
-
-        Exact versions, and adapters from files, are answered throughout.
-        """
+        """Refuse these aliases, the base model's own name among them, and accept the others. Exact
+        versions, and adapters from files, are answered throughout."""
         self._refused = refused
 
     def _can_be_requested(self, version: PolicyVersion) -> bool:
@@ -310,9 +279,6 @@ class ServedModels:
 
         Returns:
             Its record, with the mark of the first removal; None if unknown.
-
-        Raises:
-            NotReadyError: An alias stands for it.
         """
         served = self._served.get(version)
         if served is None:

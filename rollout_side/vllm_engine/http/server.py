@@ -29,9 +29,6 @@ def listen(host: str, port: int) -> socket.socket:
 
     Port 0 takes a free one. A client that connects waits until it is served. A socket that is only
     bound could share its port with another process's, until one of the two listened.
-
-    Raises:
-        InvalidRequestError: The address is taken or invalid.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -118,14 +115,7 @@ def _bounded_protocol(protocol: Any, most: int) -> Any:
 
 
 class OpenAiServer:
-    """An ASGI application on a socket.
-
-    Args:
-        app: ASGI application.
-        sock: Listening socket, owned and closed by this object.
-        tls: uvicorn's ``ssl_*`` settings; empty for plain HTTP.
-        settings: Further settings of ``uvicorn.Config``.
-    """
+    """An ASGI application on a socket."""
 
     def __init__(
         self, app: Any, sock: socket.socket, *, tls: dict[str, Any], settings: dict[str, Any]
@@ -141,11 +131,7 @@ class OpenAiServer:
         return int(self._sock.getsockname()[1])
 
     async def start(self, timeout_seconds: float = 30.0) -> None:
-        """Start to serve; return once connections are accepted, at once if they are already.
-
-        Raises:
-            PeerUnavailableError: The application did not start.
-        """
+        """Start to serve; return once connections are accepted, at once if they are already."""
         if self._task is None:
             self._task = asyncio.create_task(self.server.serve(sockets=[self._sock]))
         end = asyncio.get_running_loop().time() + timeout_seconds

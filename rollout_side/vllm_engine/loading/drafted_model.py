@@ -20,12 +20,6 @@ class DraftedModel(torch.nn.Module):
 
     Layers that both have (embedding and output layer, mostly) are in it once: what is loaded into
     the served model's is the draft's, too, and no tensor of the draft may go there.
-
-    Args:
-        target: Served model.
-        draft: Model that drafts tokens.
-        reference: Tensors of the served model.
-        tensors: Tensors of the draft, by their names in a base.
     """
 
     def __init__(

@@ -89,10 +89,8 @@ def _no_write(tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def followed(model: torch.nn.Module) -> Iterator[DirectWriteRecord]:
-    """Let vLLM's layerwise reload count and repeat what the calling thread writes directly.
-
-    Call it after ``initialize_layerwise_reload``, around both loading and finalising.
-    """
+    """Let vLLM's layerwise reload count and repeat what the calling thread writes directly. Call it
+    after ``initialize_layerwise_reload``, around both loading and finalising."""
     layerwise: Any = importlib.import_module(LAYERWISE)
     writes = DirectWriteRecord()
     watcher = _Watcher(model, layerwise, writes)
@@ -117,9 +115,7 @@ def followed(model: torch.nn.Module) -> Iterator[DirectWriteRecord]:
 @contextlib.contextmanager
 def padded_with_zeros() -> Iterator[None]:
     """Let vLLM's layerwise reload build layers that are not filled whole on zeros, not on garbage.
-
-    Weights that are padded for a kernel (MXFP4 experts, say) are made of zeros at a start.
-    """
+    Weights that are padded for a kernel (MXFP4 experts, say) are made of zeros at a start."""
     layerwise: Any = importlib.import_module(LAYERWISE)
     materialise = layerwise.materialize_layer
 

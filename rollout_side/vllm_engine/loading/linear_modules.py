@@ -8,17 +8,27 @@ hold a module's weight packed, in tensors of other names and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from rollout_side.vllm_engine.compat import bridges
 from weft_rl.contract.tensors import DataType, LinearModule, Reference
 
-#: Name in memory, name that transformers saves, full shape; see ``server.architecture``.
-MemoryModule = tuple[str, str, Sequence[int]]
-
 _SUFFIX = ".lora_A.weight"
 _FLOATS = (DataType.FLOAT8_E4M3FN, DataType.FLOAT8_E5M2)
+
+
+@dataclass(frozen=True)
+class MemoryModule:
+    """Linear module as a trainer has it in memory."""
+
+    name: str
+    """Its name in memory; the one in files where it is a part of a larger tensor there."""
+    saved_name: str
+    """Name that transformers saves it by."""
+    shape: tuple[int, ...]
+    """Full shape of its weight, not quantised."""
 
 
 def vllm_namer(model: Any) -> Callable[[str], str]:
@@ -36,13 +46,7 @@ def vllm_namer(model: Any) -> Callable[[str], str]:
 
 
 class ModuleTable:
-    """Names of the linear modules of a reference, and their full shapes.
-
-    Args:
-        reference: Reference of the served model.
-        in_memory: Linear modules of the architecture in a trainer's memory.
-        vllm_name: Function that gives a name of the checkpoint its name in vLLM's model.
-    """
+    """Names of the linear modules of a reference, and their full shapes."""
 
     def __init__(
         self,
@@ -55,12 +59,12 @@ class ModuleTable:
         self._homes = {vllm_name(module): module for module in self._stored}
         self._names: dict[str, list[str]] = {module: [] for module in self._stored}
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, saved, shape in in_memory:
-            home = self._home(name, saved)
+        for module in in_memory:
+            home = self._home(module.name, module.saved_name)
             if home is not None:
-                shapes[home] = tuple(shape)
-                self._add(home, name)
-                self._add(home, saved)
+                shapes[home] = module.shape
+                self._add(home, module.name)
+                self._add(home, module.saved_name)
         for home in self._stored:
             self._add(home, vllm_name(home))
         self.untold = tuple(

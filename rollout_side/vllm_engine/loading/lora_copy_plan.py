@@ -45,8 +45,6 @@ _MAX_SLOTS_OF_VIEWS = 4
 
 @dataclass(frozen=True)
 class _SlotCopy:
-    """A copy: part of an adapter's bytes to part of a slot."""
-
     stacked: torch.Tensor
     """All slots of one A or B; the first dimension is the slot's number."""
     within: int
@@ -66,11 +64,7 @@ class _SlotCopy:
         return self.stacked.as_strided(self.shape, self.target_stride, begin)
 
     def source(self, typed: torch.Tensor) -> torch.Tensor:
-        """Return the view that is copied from.
-
-        Args:
-            typed: The adapter's bytes as elements of the piece's dtype.
-        """
+        """Return the view that is copied from."""
         begin = typed.storage_offset() + self.offset
         return typed.as_strided(self.shape, self.source_stride, begin)
 
@@ -178,10 +172,8 @@ class SlotPlan:
             yield index, piece.source(typed[piece.stacked.dtype])
 
     def proves(self, slot: int, data: torch.Tensor) -> bool:
-        """Return whether ``fill`` makes of a slot, bit for bit, what the slot holds already.
-
-        If not, the slot is left as it was.
-        """
+        """Return whether ``fill`` makes of a slot, bit for bit, what the slot holds already. If
+        not, the slot is left as it was."""
         held = [stacked[slot] for stacked in self._cleared]
         held += [flag[slot : slot + 1] for flag, _ in self._flags]
         before = [tensor.clone() for tensor in held]
@@ -219,11 +211,7 @@ class AdapterLoader:
         self._plans: LruMapping[tuple[bytes, str], SlotPlan | None] = LruMapping(_MAX_PLANS)
 
     def load(self, worker: Any, entry: AdapterEntry, request: Any) -> None:
-        """Do ``worker.add_lora(request)``, by copies where they are known to do the same.
-
-        Raises:
-            Exception: vLLM's own, when it refuses the adapter.
-        """
+        """Do ``worker.add_lora(request)``, by copies where they are known to do the same."""
         key = entry.staged.manifest.layout_digest, entry.config_json
         # Taken in any case: nothing else would free the device's memory.
         received = entry.staged.take_device_copy()
@@ -336,10 +324,8 @@ def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_SlotWriteTracer]:
 
 
 def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
-    """Return all tensors that hold the slots of adapters.
-
-    Layers of experts have views of parts beside them, one for each expert.
-    """
+    """Return all tensors that hold the slots of adapters. Layers of experts have views of parts
+    beside them, one for each expert."""
     found: dict[int, torch.Tensor] = {}
     for module in adapters.modules.values():
         for name, value in vars(module).items():
@@ -360,11 +346,7 @@ class _StackTensor:
     parts: list[torch.Tensor]
 
     def under(self, view: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of the adapter that a view's rows along its first dim come from.
-
-        Raises:
-            ValueError: Its rows do not lie in a part each.
-        """
+        """Return the parts of the adapter that a view's rows along its first dim come from."""
         shape, strides = self.tensor.shape[1:], self.tensor.stride()[1:]
         found = []
         for index in range(view.shape[0]):
@@ -447,11 +429,7 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.data_ptr() - self._own.data_ptr()
 
     def plan(self, slot: int, staged: StagedVersion) -> SlotPlan:
-        """Return a plan that repeats, for any slot, what was seen.
-
-        Raises:
-            ValueError: More was done than copying every tensor, scaled.
-        """
+        """Return a plan that repeats, for any slot, what was seen."""
         if self._strange:
             raise ValueError(self._strange)
         starts = _tensor_starts(staged)

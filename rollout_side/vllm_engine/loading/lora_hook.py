@@ -105,19 +105,7 @@ def instead(path: str, model: Any) -> Iterator[None]:
 
 
 def load_from_store(manager: Any, lora_request: Any) -> Any:
-    """Load an adapter from the store, as ``_load_adapter`` does from a directory.
-
-    Args:
-        manager: A ``WorkerLoRAManager``.
-        lora_request: Request with a path of our scheme.
-
-    Returns:
-        A ``LoRAModel`` that owns its tensors.
-
-    Raises:
-        LoRAAdapterNotFoundError: The store does not hold it.
-        ValueError: vLLM cannot serve it.
-    """
+    """Load an adapter from the store, as ``_load_adapter`` does from a directory."""
     entry = _find(lora_request)
     _log.debug("%s is loaded from memory", entry.staged.version)
     adapters = manager._adapter_manager
@@ -163,10 +151,8 @@ def _find(lora_request: Any) -> AdapterEntry:
 
 
 def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a new copy: vLLM multiplies ``lora_b`` by the scaling in place.
-
-    Experts of other expert-parallel ranks are left out, as vLLM does for files.
-    """
+    """Return the tensors of a new copy: vLLM multiplies ``lora_b`` by the scaling in place. Experts
+    of other expert-parallel ranks are left out, as vLLM does for files."""
     remote = importlib.import_module("vllm.lora.lora_model")._is_remote_expert_key
     return {
         name: tensor
@@ -275,9 +261,7 @@ def lora_targets(adapters: Any, modules: Iterable[str]) -> tuple[list[str], list
 
 def shortest_prefixes(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the shortest prefixes, of whole parts, that cover ``names`` and none of ``others``.
-
-    Parts are what dots separate. The result is sorted.
-    """
+    Parts are what dots separate. The result is sorted."""
     taken: set[str] = set()
     for name in others:
         parts = name.split(".")

@@ -36,14 +36,7 @@ def learn(
     model: torch.nn.Module, staged: StagedVersion, ignored: Collection[str] = ()
 ) -> CopyPlan | None:
     """Return the plan of a version that the model has just loaded; None if copies do not suffice.
-
-    Nothing that the model computes with changes.
-
-    Args:
-        model: vLLM's model, as it serves.
-        staged: Copy of the base that the model serves now.
-        ignored: Names of tensors that have no place in the model.
-    """
+    Nothing that the model computes with changes."""
     plan, why = make_plan(model, staged.manifest, staged.segment.data, ignored)
     try:
         if plan is not None and not plan.holds(staged.segment.data):
@@ -59,12 +52,7 @@ def make_plan(
     segment: torch.Tensor,
     ignored: Collection[str] = (),
 ) -> tuple[CopyPlan | None, str]:
-    """Make a plan that is not proven yet, or return the reason why there is none.
-
-    Args:
-        segment: Stands for the wire; see ``trace_copies``.
-        ignored: Names of tensors that have no place in the model.
-    """
+    """Make a plan that is not proven yet, or return the reason why there is none."""
     try:
         if computed := facts_of(model).computed:
             return None, f"loading computes {computed[0]!r}, which is no parameter"
@@ -95,13 +83,7 @@ def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
 
 
 class PlanProof:
-    """Plan that is believed once the reload that is about to begin has proven it.
-
-    Args:
-        model: vLLM's model, as it serves before the reload.
-        manifest: Layout of what is reloaded.
-        ignored: Names of tensors that have no place in the model.
-    """
+    """Plan that is believed once the reload that is about to begin has proven it."""
 
     def __init__(
         self, model: torch.nn.Module, manifest: Manifest, ignored: Collection[str] = ()
@@ -149,10 +131,8 @@ def _places(model: torch.nn.Module) -> dict[str, int]:
 def learn_from(
     worker: Any, reference: Reference, stored: Iterable[StoredTensor]
 ) -> CopyPlan | None:
-    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed.
-
-    A CPU holds them so.
-    """
+    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed. A
+    CPU holds them so."""
     if not can_learn(worker):
         return None
     model = worker.model_runner.get_model()

@@ -36,19 +36,13 @@ LoadingForm = Mapping[str, torch.Tensor]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's storage, valid while that lives; views share it.
-
-    It is not the address: storages of the meta device have none.
-    """
+    """Return an identifier of a tensor's storage, valid while that lives; views share it. It is not
+    the address: storages of the meta device have none."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class ProcessedModule:
     """A linear layer whose method processes what was loaded, and its loading form.
-
-    Args:
-        name: Name of the layer, for error messages.
-        layer: The layer, as it serves.
 
     Raises:
         ValueError: Its method keeps tensors beside the layer's own, or asks other ranks, which may
@@ -105,9 +99,6 @@ class ProcessedModule:
 
         Args:
             loaded: Tensors of the loading form; written to unless ``only_reads``.
-
-        Raises:
-            ValueError: The method has made other tensors than the layer has.
         """
         layer, before = self.layer, dict(vars(self.layer))
         vars(layer).pop(_IS_PROCESSED, None)
@@ -161,10 +152,8 @@ def _noted(layer: torch.nn.Module) -> tuple[_Tensors, _Tensors]:
 
 
 def set_form(layer: torch.nn.Module, form: LoadingForm, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Give a layer these tensors as its parameters, and nothing else.
-
-    They are of the classes, and have the attributes, that vLLM gives to those of its loading form.
-    """
+    """Give a layer these tensors as its parameters, and nothing else. They are of the classes, and
+    have the attributes, that vLLM gives to those of its loading form."""
     sanitize = importlib.import_module(f"{_RELOAD}.sanitize")
     layer._parameters, layer._buffers = {}, {}
     for name, tensor in loaded.items():
@@ -179,12 +168,7 @@ def set_form(layer: torch.nn.Module, form: LoadingForm, loaded: Mapping[str, tor
 def in_loading_form(
     processed: Iterable[ProcessedModule], unfilled: Iterable[tuple[torch.nn.Module, LoadingForm]]
 ) -> Iterator[None]:
-    """Let layers have their loading forms, on the meta device, with the loaders that fill them.
-
-    Args:
-        processed: Layers that a plan fills.
-        unfilled: Other layers, and their loading forms.
-    """
+    """Let layers have their loading forms, on the meta device, with the loaders that fill them."""
     with contextlib.ExitStack() as stack:
         for layer in (*(each.layer for each in processed), *(layer for layer, _ in unfilled)):
             stack.callback(vars(layer).update, dict(vars(layer)))

@@ -123,11 +123,7 @@ def _why_not_reloaded(
     tensors: Sequence[TensorMeta],
     loads: _LoadRecord,
 ) -> str:
-    """Rehearse a reload, note how it loads, and return what would get no value; empty if all would.
-
-    Args:
-        loads: Notes which layers tensors are loaded into.
-    """
+    """Rehearse a reload, note how it loads, and return what would get no value."""
     begin = time.perf_counter()
     quantised = worker.model_config.quantization is not None
     rehearsal = partial(_rehearse, model, tensors, loads=loads, quantised=quantised)
@@ -174,10 +170,8 @@ def _why_not_restored(model: torch.nn.Module) -> str:
 
 
 def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
-    """Return the parameters that attention layers compute once all weights are loaded.
-
-    MLA's, say, from those of another layer. A reload ends with that, too.
-    """
+    """Return the parameters that attention layers compute once all weights are loaded. MLA's, say,
+    from those of another layer. A reload ends with that, too."""
     found: set[str] = set()
     blocker = WriteBlocker(tensors_of(model))
     for name, layer in model.named_modules():
@@ -272,12 +266,7 @@ def _plain_tensors(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
 def _computed(
     model: torch.nn.Module, before: Mapping[str, Sequence[torch.Tensor]], written: Collection[int]
 ) -> tuple[str, ...]:
-    """Return the plain attributes that loading has set to other tensors, or has written to.
-
-    Args:
-        before: ``_plain_tensors`` before it.
-        written: Storages that it would have written to.
-    """
+    """Return the plain attributes that loading has set to other tensors, or has written to."""
     registered: set[int] = set()
     for layer in model.modules():
         info = importlib.import_module(LAYERWISE).get_layerwise_info(layer)
@@ -306,10 +295,8 @@ def _note_end(model: Any) -> list[bool]:
 
 
 def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWriteRecord) -> list[str]:
-    """Return the parameters that got no value, of layers that got some weights.
-
-    vLLM would make memory for them, and leave it as it is.
-    """
+    """Return the parameters that got no value, of layers that got some weights. vLLM would make
+    memory for them, and leave it as it is."""
     skipped = importlib.import_module("vllm.model_executor.model_loader.reload.meta").SKIP_TENSORS
     found = []
     for name, layer in model.named_modules():
@@ -330,11 +317,7 @@ def _zeros(meta: TensorMeta, device: str) -> torch.Tensor:
 
 
 class _LoadRecord:
-    """Record of what a rehearsal loads some tensors into, as they are or as views.
-
-    Args:
-        watched: Names of these tensors.
-    """
+    """Record of what a rehearsal loads some tensors into, as they are or as views."""
 
     def __init__(self, watched: Collection[str] = ()) -> None:
         self._watched = watched
@@ -368,10 +351,8 @@ class _LoadRecord:
 
 @contextlib.contextmanager
 def _unprocessed(layerwise: Any, writes: DirectWriteRecord, loads: _LoadRecord) -> Iterator[None]:
-    """Leave out what vLLM does with a layer once it is complete.
-
-    What vLLM has kept of the layer's weights until then is dropped.
-    """
+    """Leave out what vLLM does with a layer once it is complete. What vLLM has kept of the layer's
+    weights until then is dropped."""
 
     def drop_weights(layer: torch.nn.Module, info: Any) -> None:
         loads.note(layer, info)
@@ -387,10 +368,8 @@ def _unprocessed(layerwise: Any, writes: DirectWriteRecord, loads: _LoadRecord) 
 
 
 def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that a model has, whatever it keeps them as.
-
-    Those on meta are left out: they have no values.
-    """
+    """Return the tensors that a model has, whatever it keeps them as. Those on meta are left out:
+    they have no values."""
     found: list[torch.Tensor] = []
     for layer in model.modules():
         info = importlib.import_module(LAYERWISE).get_layerwise_info(layer)

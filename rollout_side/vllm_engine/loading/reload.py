@@ -17,10 +17,11 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from rollout_side.memory.handoff import Handoff
 from rollout_side.memory.versions import StagedVersion, tensor_in
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading.copy_plan import (
@@ -108,11 +109,7 @@ def _config_of(worker: Any, plan: CopyPlan) -> AbstractContextManager[object]:
 def _loaded_model(
     worker: Any, manifest: Manifest, reference: Reference, drafted: DraftedModel | None
 ) -> tuple[torch.nn.Module, frozenset[str]]:
-    """Return the model that a layout is loaded into, and the tensors that have no place there.
-
-    Raises:
-        InvalidManifestError: See ``apply_base``.
-    """
+    """Return the model that a layout is loaded into, and the tensors that have no place there."""
     metas = [slot.meta for slot in manifest.tensors]
     check_base(metas, reference)
     model: torch.nn.Module = worker.model_runner.get_model()
@@ -126,16 +123,7 @@ def reload_files(
     on_progress: Callable[[], None] = lambda: None,
     drafted: DraftedModel | None = None,
 ) -> None:
-    """Load what the engine was started with, from its files. Call it while paused.
-
-    Args:
-        on_progress: Called with each tensor.
-        drafted: See ``apply_base``.
-
-    Raises:
-        UnsupportedError: They cannot be read again.
-        LoadFailedError: As ``apply_base``.
-    """
+    """Load what the engine was started with, from its files. Call it while paused."""
     model = worker.model_runner.get_model() if drafted is None else drafted
     tensors = bridges.checkpoint_tensors(worker)
     if drafted is not None:
@@ -182,9 +170,6 @@ def reload_layers(
         tensors: Checkpoint names and full tensors, on any device; asked for one after the other.
             vLLM refers to a tensor until its layer is complete.
         num_tensors: Number of tensors that there must be, where that is known.
-
-    Raises:
-        LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
     """
     with mixing(version):
         try:
@@ -235,11 +220,8 @@ def _reload(
 
 @contextlib.contextmanager
 def quiet_about_idle_layers() -> Iterator[None]:
-    """Keep vLLM's "Failed to load weights" out of the log.
-
-    vLLM logs it for every layer without weights of its own. Layers that should have got weights are
-    refused before.
-    """
+    """Keep vLLM's "Failed to load weights" out of the log. vLLM logs it for every layer without
+    weights of its own. Layers that should have got weights are refused before."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).endswith("Failed to load weights")
@@ -304,10 +286,8 @@ def _reported_name(name: str) -> str:
 
 
 def _close(worker: Any, model: torch.nn.Module) -> None:
-    """End a reload that failed, so that the engine lives and another one can open.
-
-    The weights are mixed afterwards; nothing may be generated until then.
-    """
+    """End a reload that failed, so that the engine lives and another one can open. The weights are
+    mixed afterwards; nothing may be generated until then."""
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     with contextlib.suppress(Exception):
         reload.finalize_layerwise_reload(model, worker.model_config)
@@ -328,34 +308,9 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
 _Bucket = tuple[int, torch.Tensor]
 
 
-class IncomingBase(Protocol):
-    """Base that is being received, bucket by bucket."""
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Version of the base."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Layout of the base; known before its first bucket."""
-
-    def buckets(self) -> Iterator[_Bucket]:
-        """Yield index and wire bytes of every bucket, in order, each once, verified.
-
-        The bytes are uint8, the bucket's ``wire_bytes``, on the device that they were
-        received on; their memory is reused once the next bucket is asked for. Blocks.
-
-        Raises:
-            WeftError: The transfer ended early.
-        """
-
-    def report_progress(self) -> None:
-        """Report that the calling thread makes progress."""
-
-
 def load_in_place(
     worker: Any,
-    arriving: IncomingBase,
+    arriving: Handoff,
     reference: Reference,
     plans: Sequence[CopyPlan] = (),
     drafted: DraftedModel | None = None,
@@ -366,12 +321,6 @@ def load_in_place(
     the engine's, and its current stream waits for what the engine began before: all work
     is given to that stream, and is done when this returns. Blocks for the transfer.
     Adapters that were loaded come back at their next use.
-
-    Args:
-        plans, drafted: See ``apply_base``.
-
-    Returns:
-        See ``apply_base``.
 
     Raises:
         InvalidManifestError: It is not exactly what the model consists of; nothing
@@ -409,7 +358,7 @@ def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
         yield index, wire
 
 
-def _begun(arriving: IncomingBase) -> Iterator[_Bucket]:
+def _begun(arriving: Handoff) -> Iterator[_Bucket]:
     """Wait for the first bucket, and return all: until then a failure changes nothing."""
     buckets = arriving.buckets()
     first = next(buckets, None)

@@ -17,13 +17,16 @@ Packed weights that only a CPU's kernels can read are compared by their product 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import importlib.metadata
 import itertools
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +45,8 @@ from rollout_side.vllm_engine.loading.plan_proof import plan_for
 from rollout_side.vllm_engine.loading.processed_modules import storage_of
 from rollout_side.vllm_engine.loading.rehearsal import WriteBlocker, tensors_of, unchanged
 from rollout_side.vllm_engine.loading.reload import quiet_about_idle_layers
+from weft_rl import __version__
+from weft_rl.checkpoints.digest_cache import CacheFolder, FileState, user_folder
 from weft_rl.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
@@ -71,9 +76,6 @@ def why_not_repeated(worker: Any, reference: Reference) -> str | None:
     enough, for ranks that quantise together, and where this load fails. The reason is a sentence
     without its full stop. Never raises; nothing that the model computes with changes. Blocks on the
     thread of the engine.
-
-    Args:
-        reference: Tensors that the model consists of.
     """
     begin = time.perf_counter()
     model = worker.model_runner.get_model()
@@ -125,9 +127,7 @@ def _why_not(worker: Any, model: torch.nn.Module, reference: Reference) -> str |
 
 def _is_as_loaded(model: torch.nn.Module, reference: Reference) -> bool:
     """Return whether a model on a GPU computes with what was loaded, each tensor in its own place.
-
-    Two tensors that go to one parameter, as they may in LFM2, are no such case.
-    """
+    Two tensors that go to one parameter, as they may in LFM2, are no such case."""
     if "UnquantizedFusedMoEMethod" in {kind.__name__ for kind in _methods(model)}:
         return False
     try:
@@ -140,10 +140,8 @@ def _is_as_loaded(model: torch.nn.Module, reference: Reference) -> bool:
 
 
 def _why_ranks_wait(worker: Any, model: torch.nn.Module) -> str:
-    """Return what of a load ranks do together, where there are several; empty if nothing.
-
-    Each rank fails, or loads all, on its own: another one would wait for it for ever.
-    """
+    """Return what of a load ranks do together, where there are several; empty if nothing. Each rank
+    fails, or loads all, on its own: another one would wait for it for ever."""
     config = worker.vllm_config.parallel_config
     if config.world_size * config.data_parallel_size == 1:
         return ""
@@ -263,11 +261,7 @@ def _compare(
 
 
 class _ReloadProof:
-    """Proof of a model against what a reload would make of it.
-
-    Args:
-        left_out: Layers that are not built.
-    """
+    """Proof of a model against what a reload would make of it."""
 
     def __init__(
         self,
@@ -396,9 +390,79 @@ def _derived_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits."""
     if one is other:
         return True
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
         bits(one), bits(other)
     )
+
+
+# -- verdicts, kept for later starts ---------------------------------------------------
+#
+# One holds for starts of the same: the model's files and code, vLLM, this package and the others
+# that load weights, the machine's kind of device, and all settings of vLLM that change how weights
+# are held.
+
+
+#: Changes with what is compared, or how.
+_FORMAT = 2
+#: Packages that load or process weights, beside vLLM and torch.
+_PACKAGES = ("transformers", "compressed-tensors", "flashinfer-python")
+
+
+class ReloadVerdict:
+    """Verdict of ``loading.reload_proof`` on one engine, in a cache folder."""
+
+    def __init__(self, engine: str, folder: Path | None = None) -> None:
+        self._engine = engine
+        self._folder = CacheFolder(folder or user_folder("reloads"))
+
+    def get(self) -> str | None:
+        """Return the kept reason why a reload does not repeat a start ("": it does), or None."""
+        if not self._engine:
+            return None
+        kept = self._folder.get(self._engine.encode(), [self._engine], format=_FORMAT)
+        return kept if isinstance(kept, str) else None
+
+    def put(self, of_ranks: Sequence[str | None]) -> None:
+        """Keep the first reason that a rank found; nothing if one could not tell."""
+        found = [verdict for verdict in of_ranks if verdict is not None]
+        if self._engine and len(found) == len(of_ranks):
+            verdict = next(filter(None, found), "")
+            self._folder.put(self._engine.encode(), [self._engine], verdict, format=_FORMAT)
+
+
+def engine_identity(vllm_config: Any, version: str, model_dir: Path | None) -> str:
+    """Return a digest of what tells an engine from others; empty if that is not known."""
+    try:
+        # All of them: which ones vLLM takes depends on its version, and on the model.
+        files = sorted(model_dir.glob("*.safetensors")) if model_dir is not None else []
+        platform: Any = importlib.import_module("vllm.platforms").current_platform
+        envs: Any = importlib.import_module("vllm.envs")
+        settings = envs.compile_factors() if hasattr(envs, "compile_factors") else {}
+        if not files or model_dir is None:
+            return ""
+        files += sorted(model_dir.glob("*.py"))
+        parts = [
+            __version__,
+            version,
+            torch.__version__,
+            *map(_installed, _PACKAGES),
+            f"{platform.get_device_name()} {torch.backends.cpu.get_cpu_capability()}",
+            vllm_config.compute_hash(),
+            str(vllm_config.load_config.load_format),
+            str(sorted(settings.items())),
+            vllm_config.model_config.hf_config.to_json_string(),
+            *(str(FileState.of(path).fields()) for path in files),
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    except Exception as error:  # noqa: BLE001 - from vLLM's own code, or the disk
+        _log.info("the verdict on a reload is not kept: %s: %s", type(error).__name__, error)
+        return ""
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return package

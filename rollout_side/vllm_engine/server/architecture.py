@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from rollout_side.vllm_engine.loading.linear_modules import MemoryModule
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.contract.tensors import Reference
 
 _WEIGHT = ".weight"
 
 
-class MemoryModule(NamedTuple):
-    """Linear module as a trainer has it in memory."""
-
-    name: str
-    """Its name in memory; the one in files where it is a part of a larger tensor there."""
-    saved_name: str
-    """Name that transformers saves it by."""
-    shape: tuple[int, ...]
-    """Full shape of its weight, not quantised."""
-
-
 class ArchitectureModel:
-    """Tensors of a configuration, without memory.
-
-    Args:
-        hf_config: transformers' config of the model.
-
-    Raises:
-        UnsupportedError: transformers cannot make that model.
-    """
+    """Tensors of a configuration, without memory."""
 
     def __init__(self, hf_config: Any) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_side.engine import SwitchTimes
+from rollout_side.memory.digest_reading import TensorDigests
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.generations import Generations
 from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
@@ -18,23 +19,13 @@ from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
 
 class BaseSwitch:
-    """Switch of one engine; used on its event loop, inside ``gate.exclusive``.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        workers: Calls to its workers.
-        gate: Pauses generation.
-        in_place: In-place load, which a commit confirms.
-        sleeper: Wakes the weights if they sleep.
-        requests: Running requests, and their handling at a switch.
-        answers: Generations, which record the base of their tokens.
-        updates_draft: True if a base can bring the model that drafts tokens.
-    """
+    """Switch of one engine; used on its event loop, inside ``gate.exclusive``."""
 
     def __init__(
         self,
@@ -53,15 +44,12 @@ class BaseSwitch:
         self.requests, self._answers = requests, answers
         self._updates_draft = updates_draft
         self.draft_version = 0
-        """See ``Engine``."""
 
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
-        """Load a staged base, or confirm a base that was loaded in place.
-
-        Errors are those of ``VllmReplica.apply_base``.
-        """
+        """Load a staged base, or confirm a base that was loaded in place. Errors are those of
+        ``VllmReplica.apply_base``."""
         await self._sleeper.wake_weights()
         is_loaded = self._in_place.is_pending(transfer_id)
         if not is_loaded:
@@ -109,11 +97,7 @@ class BaseSwitch:
         )
 
     async def _forget_old_base(self, version: PolicyVersion) -> int:
-        """Name the loaded version, and forget what the old weights have computed.
-
-        Returns:
-            Number of requests that had tokens.
-        """
+        """Name the loaded version, and forget what the old weights have computed."""
         bounded, requests = self._workers.bounded, self.requests
         await bounded(bridges.set_weight_version(self._engine, str(version)), "naming the base")
         begun = await bounded(requests.begun(), "listing running requests")
@@ -143,7 +127,7 @@ async def learn_copies(
     stored = await initial_checkpoint.read_tensors()
     if not stored:
         return
-    tensors = [(t.name, t.dtype, list(t.dims), t.digest) for t in stored]
+    tensors = packing(TensorDigests).pack(TensorDigests(tuple(stored)))
     try:
         async with gate.exclusive():
             if is_served():

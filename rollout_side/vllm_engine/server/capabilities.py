@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollout_side.config import RolloutConfig
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.server.architecture import ArchitectureModel, MemoryModule
+from rollout_side.vllm_engine.loading.linear_modules import MemoryModule
+from rollout_side.vllm_engine.server.architecture import ArchitectureModel
+from rollout_side.vllm_engine.worker.state import WorkerDeclaration
 from weft_rl.checkpoints.files import local_model_dir, weight_files
-from weft_rl.contract.capabilities import Capabilities, RunningRequests
+from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.draft_layers import (
     DRAFT_MODEL,
     MAX_DRAFT_PREFIXES,
@@ -43,9 +46,6 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
     Returns:
         Every tensor a push must hold, in order of name, with the dtype that a sender
         casts it to.
-
-    Raises:
-        UnsupportedError: Neither way works.
     """
     architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
     metas = _from_files(model_dir) if model_dir is not None else []
@@ -67,13 +67,7 @@ def draft_files(
     vllm_config: Any, model_dir: Path | None, reference: Reference
 ) -> tuple[TensorMeta, ...]:
     """Return the tensors that the files of the model that drafts tokens hold, by their names in a
-    base; none where there is no such model, or its safetensors files are not on this machine.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        model_dir: Directory of the served model.
-        reference: Reference of that model.
-    """
+    base; none where there is no such model, or its safetensors files are not on this machine."""
     drafting = vllm_config.speculative_config
     own = getattr(drafting, "draft_model_config", None)
     if own is None or not draft_method(drafting):
@@ -204,11 +198,7 @@ def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
 
 
 def data_type(torch_dtype: object) -> DataType:
-    """Return the contract's name for a torch dtype (``torch.bfloat16``).
-
-    Raises:
-        KeyError: No manifest can hold that dtype.
-    """
+    """Return the contract's name for a torch dtype (``torch.bfloat16``)."""
     return DataType[str(torch_dtype).removeprefix("torch.").upper()]
 
 
@@ -236,60 +226,35 @@ def draft_method(speculative_config: Any) -> str:
 def make_capabilities(
     vllm_config: Any,
     reference: Reference,
+    settings: RolloutConfig,
+    declared: Sequence[WorkerDeclaration],
     *,
     engine_version: str,
-    expected_modules: Iterable[str],
-    lora_unapplied: Iterable[str] = (),
-    base_refusal: str = "",
-    backends: Iterable[str],
-    trial_name: str = "",
-    gpu_uuids: Iterable[str] = (),
-    staging_capacity_bytes: int,
-    adapter_capacity_bytes: int,
-    loads_in_place: bool = False,
-    running_requests: RunningRequests = "recompute",
-    served_names: Iterable[str] = (),
+    served_names: Iterable[str],
 ) -> Capabilities:
-    """Make the capabilities that a replica declares.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        reference: Reference of the served model.
-        engine_version: vLLM's version.
-        expected_modules: Modules that can carry a LoRA, from the workers (``weft_open``).
-        lora_unapplied: Name prefixes of modules that no LoRA is applied to; from the workers.
-        base_refusal: Reason why one of the workers cannot load a base; empty if all can.
-        backends: Backends of side groups, from the workers.
-        trial_name: Name under which the receiving worker answers trials.
-        gpu_uuids: UUIDs of the workers' GPUs.
-        staging_capacity_bytes: Bound of staged base weights.
-        adapter_capacity_bytes: Bound of the adapter store.
-        loads_in_place: Whether bases are loaded as they arrive.
-        running_requests: What becomes of running requests when the base changes.
-        served_names: Names that vLLM's OpenAI server has by its arguments.
-    """
+    """Make the capabilities that a replica declares."""
+    first = declared[0]
     model, lora = vllm_config.model_config, vllm_config.lora_config
     base_dtype = data_type(model.dtype)
-    expected = list(expected_modules)
     return Capabilities(
         engine_version=engine_version,
         base_fingerprint=reference.fingerprint,
         architecture=reference.architecture,
         base_dtype=base_dtype,
-        backends=tuple(backends),
-        trial_name=trial_name,
-        gpu_uuids=tuple(gpu_uuids),
+        backends=first.backends,
+        trial_name=first.trial_name,
+        gpu_uuids=tuple(each.gpu_uuid for each in declared if each.gpu_uuid),
         adapter_dtype=base_dtype if lora is None else data_type(lora.lora_dtype),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         lora_enabled=lora is not None,
         max_lora_rank=0 if lora is None else lora.max_lora_rank,
-        lora_modules=lora_modules(expected),
-        lora_unapplied=tuple(lora_unapplied),
-        base_refusal=base_refusal,
-        lora_on_experts=any(is_expert(name) for name in expected),
-        staging_capacity_bytes=staging_capacity_bytes,
-        adapter_capacity_bytes=adapter_capacity_bytes,
-        loads_in_place=loads_in_place,
+        lora_modules=lora_modules(first.expected_modules),
+        lora_unapplied=first.lora_unapplied,
+        base_refusal=next((each.base_refusal for each in declared if each.base_refusal), ""),
+        lora_on_experts=any(is_expert(name) for name in first.expected_modules),
+        staging_capacity_bytes=first.staging_bytes,
+        adapter_capacity_bytes=settings.adapter_memory_bytes,
+        loads_in_place=settings.staging == "in-place",
         can_sleep=bool(model.enable_sleep_mode),
         draft_method=draft_method(vllm_config.speculative_config),
         draft_fingerprint=reference.draft_fingerprint,
@@ -297,6 +262,6 @@ def make_capabilities(
         quantization=model.quantization or "",
         logprobs_mode=str(model.logprobs_mode),
         logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),
-        running_requests=running_requests,
+        running_requests=settings.running_requests,
         served_names=tuple(served_names),
     )

@@ -43,12 +43,7 @@ def cache_gib(available_bytes: int, num_ranks: int) -> int:
 
 
 def size_cache(args: Namespace, environ: MutableMapping[str, str]) -> None:
-    """Set the size by the environment of vLLM's processes, unless the user has.
-
-    Args:
-        args: Parsed by a parser that ``mark_default`` was called with.
-        environ: Environment of this process, which vLLM's processes inherit.
-    """
+    """Set the size by the environment of vLLM's processes, unless the user has."""
     if is_sized(args, environ):
         return
     available, limit = available_memory()

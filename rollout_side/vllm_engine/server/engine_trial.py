@@ -36,15 +36,8 @@ Prompt = Mapping[str, Any]
 
 
 class EngineTrial:
-    """Trial of one engine; used once, on its event loop, before it takes requests.
-
-    It leaves nothing behind: no block or item in a cache, no adapter, no count.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``, whose workers have answered ``weft_open``.
-        generate: Its own method of that name.
-        caches: Its caches.
-    """
+    """Trial of one engine; used once, on its event loop, before it takes requests. It leaves
+    nothing behind: no block or item in a cache, no adapter, no count."""
 
     def __init__(
         self,
@@ -57,12 +50,7 @@ class EngineTrial:
         self._asked_for = "anything"
 
     async def run(self) -> None:
-        """Generate some tokens of each kind.
-
-        Raises:
-            UnsupportedError: The engine failed; says at what, and the engine's reason.
-            TransferTimeoutError: It gave no tokens.
-        """
+        """Generate some tokens of each kind."""
         try:
             async with asyncio.timeout(TRIAL_SECONDS):
                 if "generate" not in await self._engine.get_supported_tasks():
@@ -90,11 +78,7 @@ class EngineTrial:
                 await self._try(kind, prompt)
 
     async def _try(self, kind: str, prompt: Prompt, lora_id: int = 0) -> None:
-        """Generate a first and a later token, and what is drafted between them.
-
-        Raises:
-            UnsupportedError: The engine failed.
-        """
+        """Generate a first and a later token, and what is drafted between them."""
         self._asked_for = kind
         drafting = self._engine.vllm_config.speculative_config
         num_tokens = 2 + (drafting.num_speculative_tokens if drafting is not None else 0)
@@ -129,10 +113,8 @@ class EngineTrial:
         return {"prompt_token_ids": [token] * _PROMPT_TOKENS}
 
     def _prompts_with_items(self) -> list[tuple[str, Prompt]]:
-        """Return prompts with an image and with a sound, where the model takes them.
-
-        Both are small: those that vLLM would make are as large as the model allows.
-        """
+        """Return prompts with an image and with a sound, where the model takes them. Both are
+        small: those that vLLM would make are as large as the model allows."""
         prompts: list[tuple[str, Prompt]] = []
         try:
             processor = self._engine.renderer.get_mm_processor()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, PromptImage, SampleChunk
 from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.server.images import decode_images
 from weft_rl.contract.errors import (
     InvalidRequestError,
     PeerUnavailableError,
@@ -24,14 +24,7 @@ _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class Generations:
-    """Running generations of one engine; used on its event loop.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        generate: Its method; raises nothing if a generation is aborted.
-        tracker: Refuses new requests, and counts those that run, as over HTTP.
-        models: Models that can be requested.
-    """
+    """Running generations of one engine; used on its event loop."""
 
     def __init__(
         self,
@@ -47,17 +40,12 @@ class Generations:
         self._aborts: set[asyncio.Future[None]] = set()
 
     async def read_images(self, images: Sequence[PromptImage]) -> Sequence[Any]:
-        """See ``Engine``."""
         if not self._engine.model_config.is_multimodal_model:
             raise InvalidRequestError("this model takes no images")
         return await asyncio.to_thread(decode_images, images)
 
     def begin(self, order: GenerateOrder) -> VllmGeneration:
-        """Begin to complete a prompt, as ``Engine.generate``.
-
-        Raises:
-            InvalidRequestError: vLLM refuses the sampling settings.
-        """
+        """Begin to complete a prompt, as ``Engine.generate``."""
         if self._tracker.refuse_reason:
             raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
         lora = self._models.request_of(order.adapter) if order.adapter else None
@@ -85,12 +73,7 @@ class Generations:
             abort.exception()  # an engine that has died ends the process elsewhere
 
     def expect_aborts(self, version: PolicyVersion, aborted: Set[str]) -> None:
-        """Mark the generations that are about to be ended because the base changes.
-
-        Args:
-            version: The base that it changes to.
-            aborted: Ids of their requests.
-        """
+        """Mark the generations that are about to be ended because the base changes."""
         for answer in self._running:
             if answer.request_id in aborted:
                 answer.changed_to = version.version
@@ -129,12 +112,7 @@ def _prompt(order: GenerateOrder) -> str | dict[str, Any]:
 
 
 class VllmGeneration:
-    """Answer of a vLLM engine, as ``rollout_side.engine.Generation``.
-
-    Args:
-        outputs: vLLM's ``RequestOutput``s, each with the new tokens only.
-        ended: Stack that is closed when the generation ends.
-    """
+    """Answer of a vLLM engine, as ``rollout_side.engine.Generation``."""
 
     def __init__(
         self,
@@ -185,7 +163,6 @@ class VllmGeneration:
         return self._strict or (self._is_exact and not self._has_begun)
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
-        """See ``Generation``."""
         with bridges.typed_failures(has_images=self._has_images):
             async for output in self._outputs:
                 if self._is_void:
@@ -209,7 +186,7 @@ class VllmGeneration:
             )
 
     def _chunk(self, completion: Any) -> SampleChunk:
-        tokens = list(completion.token_ids)
+        tokens = tuple(completion.token_ids)
         index = completion.index
         self._num_tokens[index] += len(tokens)
         reason = None
@@ -219,7 +196,7 @@ class VllmGeneration:
         return SampleChunk(
             index=index,
             token_ids=tokens,
-            logprobs=bridges.sampled_logprobs(completion),
+            logprobs=tuple(bridges.sampled_logprobs(completion)),
             finish_reason=reason,
             base_spans=self._spans(completion) if reason else (),
         )
@@ -245,5 +222,77 @@ class VllmGeneration:
         return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
 
     def end(self) -> None:
-        """See ``Generation``."""
         self._ended.close()
+
+
+# -- images ---------------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+#: Most pixels of all images of a prompt: decoded, they are three bytes each.
+MAX_PIXELS = 2**26
+#: Decoders of fewer formats than Pillow has: the others are seldom used, and less well tested.
+_FORMATS = ("JPEG", "PNG", "WEBP")
+
+
+def decode_images(images: Sequence[PromptImage]) -> list[Image.Image]:
+    """Return the images in RGB; takes some milliseconds each, so call it on a thread."""
+    decoded, num_pixels = [], 0
+    for number, image in enumerate(images):
+        opened = _open_file(image.file, number) if image.file else _open_pixels(image, number)
+        num_pixels += opened.width * opened.height
+        if num_pixels > MAX_PIXELS:
+            raise InvalidRequestError(
+                f"the images of a prompt have more than {MAX_PIXELS:,} pixels: scale them down"
+            )
+        decoded.append(_in_rgb(opened, number))
+    return decoded
+
+
+def _open_pixels(image: PromptImage, number: int) -> Image.Image:
+    from PIL import Image
+
+    num_bytes = 3 * image.height * image.width
+    if not num_bytes or len(image.rgb) != num_bytes:
+        raise InvalidRequestError(
+            f"image {number} has {len(image.rgb):,} bytes for {image.height} x {image.width} "
+            f"pixels: give three bytes a pixel"
+        )
+    return Image.frombytes("RGB", (image.width, image.height), image.rgb)
+
+
+def _open_file(file: bytes, number: int) -> Image.Image:
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(file), formats=_FORMATS)
+    except Exception as error:  # what a broken file raises is documented of no decoder
+        raise _unreadable(number, error) from error
+
+
+def _in_rgb(image: Image.Image, number: int) -> Image.Image:
+    """Decode an image: turned upright, on white where it is transparent."""
+    from PIL import Image, ImageOps
+
+    if image.mode == "RGB" and image.format is None:
+        return image
+    try:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        if not upright.has_transparency_data:
+            return upright.convert("RGB")
+        over = upright.convert("RGBA")
+        white = Image.new("RGB", over.size, (255, 255, 255))
+        white.paste(over, mask=over.getchannel("A"))
+        return white
+    except Exception as error:
+        raise _unreadable(number, error) from error
+
+
+def _unreadable(number: int, error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"image {number} cannot be read ({type(error).__name__}: {error!s:.200}): give a PNG, JPEG "
+        "or WebP file, or pixels"
+    )

@@ -17,8 +17,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _PendingLoad:
-    """Load that was begun, and neither committed nor ended."""
-
     transfer_id: str
     version: PolicyVersion
     paused_at: float
@@ -29,14 +27,8 @@ class _PendingLoad:
 
 
 class InPlaceSession:
-    """In-place load of one engine, at most one at a time; used on its event loop.
-
-    Every coroutine is awaited inside ``gate.exclusive``.
-
-    Args:
-        workers: Calls to the workers, which load.
-        gate: Paused from a load's begin to its end; dirty after one that ended midway.
-    """
+    """In-place load of one engine, at most one at a time; used on its event loop. Every coroutine
+    is awaited inside ``gate.exclusive``."""
 
     def __init__(self, workers: WorkerCalls, gate: RequestGate) -> None:
         self._workers, self._gate = workers, gate
@@ -53,13 +45,8 @@ class InPlaceSession:
         return self._pending is not None and self._pending.transfer_id == transfer_id
 
     async def begin(self, transfer_id: str, version: PolicyVersion, timeout_seconds: float) -> None:
-        """Pause generation and let the workers load a base, as ``Engine.load_in_place``.
-
-        A load that was begun before resumes in another group. A load for another transfer is ended.
-
-        Raises:
-            NotReadyError: The transfer was not prepared, or has ended.
-        """
+        """Pause generation and let the workers load a base, as ``Engine.load_in_place``. A load
+        that was begun before resumes in another group. A load for another transfer is ended."""
         if not self.is_pending(transfer_id):
             await self.end()
         if self._pending is None:
@@ -124,10 +111,8 @@ class InPlaceSession:
         )
 
     async def _expire(self, pending: _PendingLoad, timeout_seconds: float) -> None:
-        """End a load that was neither committed nor discarded in time.
-
-        A base that was loaded whole is kept: a restarted coordinator may still commit it.
-        """
+        """End a load that was neither committed nor discarded in time. A base that was loaded whole
+        is kept: a restarted coordinator may still commit it."""
         await asyncio.sleep(timeout_seconds)
         try:
             async with self._gate.exclusive():

@@ -40,13 +40,7 @@ _FILES_SECONDS = 600.0
 
 
 class InitialCheckpoint:
-    """Checkpoint that an engine was started with, read from its files only.
-
-    Args:
-        load_format: vLLM's ``--load-format``.
-        cache: Cache of digests; by default the user's own.
-        download_dir: vLLM's ``--download-dir``.
-    """
+    """Checkpoint that an engine was started with, read from its files only."""
 
     def __init__(
         self, load_format: str, cache: DigestCache | None = None, *, download_dir: str | None = None
@@ -90,14 +84,8 @@ class InitialCheckpoint:
             self._reader = CheckpointReader(lambda: _files(found), self._cache)
 
     def tensors(self) -> list[StoredTensor]:
-        """Return the tensors of its files, with cached digests.
-
-        Blocks for the disk if digests are not cached.
-
-        Raises:
-            NotReadyError: ``NOT_RETAINED``: no files could be read, or they are being read for the
-                first time.
-        """
+        """Return the tensors of its files, with cached digests. Blocks for the disk if digests are
+        not cached."""
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED or self._dir is None:
             why = {
@@ -127,13 +115,8 @@ class InitialCheckpoint:
         return self.known_tensors
 
     async def check_unchanged(self) -> None:
-        """Check that the files are still what the engine was started with.
-
-        Called before they are loaded again. Succeeds where they cannot be compared.
-
-        Raises:
-            NotReadyError: ``NOT_RETAINED``: the files are not the same, or cannot be read.
-        """
+        """Check that the files are still what the engine was started with. Called before they are
+        loaded again. Succeeds where they cannot be compared."""
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED:
             return

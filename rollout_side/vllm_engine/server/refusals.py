@@ -147,9 +147,6 @@ def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
     Args:
         environ: Environment of this process; vLLM reads the same.
         allow: Whether to warn of the former instead.
-
-    Raises:
-        UnsupportedError: Names the variables and the way out.
     """
     for name, taken in _ONE_OF_SEVERAL.items():
         if (given := environ.get(name, "").strip()) not in ("", taken):
@@ -171,11 +168,7 @@ def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
 
 
 def refuse_sleep_without_gpu() -> None:
-    """Refuse sleep on a machine without a GPU whose memory could be freed.
-
-    Raises:
-        UnsupportedError: This machine has no GPU, or none that vLLM can do so on.
-    """
+    """Refuse sleep on a machine without a GPU whose memory could be freed."""
     platform = importlib.import_module("vllm.platforms").current_platform
     if not platform.is_sleep_mode_available():
         raise UnsupportedError(
@@ -184,11 +177,7 @@ def refuse_sleep_without_gpu() -> None:
 
 
 def refuse_backend(choice: BackendChoice) -> None:
-    """Refuse a backend that no worker on this machine could use.
-
-    Raises:
-        UnsupportedError: Says why, and the way out.
-    """
+    """Refuse a backend that no worker on this machine could use."""
     why = ""
     if choice == NCCL:
         platform = importlib.import_module("vllm.platforms").current_platform
@@ -202,11 +191,7 @@ def refuse_backend(choice: BackendChoice) -> None:
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Refuse arguments of vLLM that a replica cannot honour.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
+    """Refuse arguments of vLLM that a replica cannot honour."""
     for name, refused in REFUSED_OPTIONS.items():
         given = getattr(args, name.removeprefix("--").replace("-", "_"), None)
         if given is None or given is False or str(given) in ("", *refused.taken):
@@ -216,11 +201,7 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def refuse_missing_model(model: str) -> None:
-    """Refuse a model path that does not exist, or is no model.
-
-    Raises:
-        InvalidRequestError: Names the path.
-    """
+    """Refuse a model path that does not exist, or is no model."""
     path = Path(model).expanduser()
     is_path = path.is_absolute() or model.startswith((".", "~")) or path.is_dir()
     if "://" in model or not is_path:
@@ -235,14 +216,8 @@ def refuse_missing_model(model: str) -> None:
 
 @contextlib.contextmanager
 def plain_errors(model: str) -> Iterator[None]:
-    """Turn vLLM's errors about the model or its arguments into errors of one sentence.
-
-    vLLM raises them before it starts its engine's processes. Any other error passes.
-
-    Raises:
-        InvalidRequestError: Quotes the first words of the error.
-        UnsupportedError: A process of the engine ended; its log has the reason, and no error has.
-    """
+    """Turn vLLM's errors about the model or its arguments into errors of one sentence. vLLM raises
+    them before it starts its engine's processes. Any other error passes."""
     try:
         yield
     except WeftError:
@@ -271,9 +246,6 @@ def plain_argument_errors(words: Sequence[str]) -> Iterator[None]:
 
     Args:
         words: Arguments. Only the names of options are told: a value may be an API key.
-
-    Raises:
-        InvalidRequestError: Names the options, and quotes the first words of the error.
     """
     names = " ".join(word.partition("=")[0] for word in words if word.startswith("--"))
     try:
@@ -310,10 +282,8 @@ def _values(words: Sequence[str]) -> list[str]:
 
 
 def _is_missing_model(error: BaseException) -> bool:
-    """Return whether an error means that a model is missing.
-
-    Known are errors of the hub's client and of transformers.
-    """
+    """Return whether an error means that a model is missing. Known are errors of the hub's client
+    and of transformers."""
     if type(error).__module__.startswith("huggingface_hub"):
         return True
     return isinstance(error, OSError) and "model identifier" in str(error)
@@ -326,7 +296,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened."""
     errors = getattr(error, "errors", None)  # of pydantic's
     found = errors() if callable(errors) else []
     said = str(found[0].get("msg", "")) if found else str(error)
@@ -335,13 +304,8 @@ def _first_words(error: BaseException) -> str:
 
 
 def refuse_keep(args: Namespace) -> None:
-    """Refuse arguments that contradict ``--running-requests keep``.
-
-    They let the requests' blocks be found elsewhere, or ask for another scheduler than vLLM's.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
+    """Refuse arguments that contradict ``--running-requests keep``. They let the requests' blocks
+    be found elsewhere, or ask for another scheduler than vLLM's."""
     for name in ("scheduler_cls", "kv_transfer_config", "kv_offloading_size"):
         if getattr(args, name, None):
             raise UnsupportedError(
@@ -352,17 +316,8 @@ def refuse_keep(args: Namespace) -> None:
 
 
 def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> None:
-    """Refuse caches of computed values that a switch cannot empty.
-
-    They are found by tokens or an image alone, so answers would be of a former base.
-
-    Args:
-        args: vLLM's arguments.
-        environ: Environment of this process; vLLM reads the same.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
+    """Refuse caches of computed values that a switch cannot empty. They are found by tokens or an
+    image alone, so answers would be of a former base."""
     name, flag = _connector(args, environ)
     why = _why_beyond_reach(name, args)
     if why:
@@ -422,13 +377,8 @@ def _why_beyond_reach(name: str, args: Namespace) -> str:
 
 
 def refuse_ranks_on_cpu(args: Namespace) -> None:
-    """Refuse splits of a model over ranks that vLLM cannot serve on a CPU.
-
-    Its engine would fail minutes later, or at the first request. Reads the model's config.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
+    """Refuse splits of a model over ranks that vLLM cannot serve on a CPU. Its engine would fail
+    minutes later, or at the first request. Reads the model's config."""
     if not bridges.is_cpu():
         return
     if (number := getattr(args, "decode_context_parallel_size", None) or 1) > 1:
@@ -449,14 +399,8 @@ def refuse_ranks_on_cpu(args: Namespace) -> None:
 
 
 def refuse_experts_without_triton(args: Namespace) -> None:
-    """Refuse LoRA on a mixture of experts where vLLM lacks Triton, as CPU builds do.
-
-    vLLM's LoRA layers for experts need it: the engine would fail minutes later. Reads the model's
-    config.
-
-    Raises:
-        UnsupportedError: Names the model and the way out.
-    """
+    """Refuse LoRA on a mixture of experts where vLLM lacks Triton, as CPU builds do. vLLM's LoRA
+    layers for experts need it: the engine would fail minutes later. Reads the model's config."""
     if not getattr(args, "enable_lora", False) or not bridges.is_cpu() or _has_triton():
         return
     experts = num_experts(_model_config(args))

@@ -26,12 +26,6 @@ class RequestGate:
 
     A dirty engine's weights may be mixed. Until a base has loaded, generation stays paused, and new
     requests are refused over HTTP.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        workers: Calls to its workers.
-        tracker: Refuses new requests.
-        caches: Caches, emptied at a pause if there is a KV connector.
     """
 
     def __init__(
@@ -60,9 +54,6 @@ class RequestGate:
 
         With a KV connector, wait until no block of the KV cache is on its way. A block that arrived
         after a load would be used under weights that have not computed it.
-
-        Raises:
-            TransferTimeoutError: Blocks were on their way until the deadline; generation goes on.
         """
         await self._pause()
         # A dirty engine has stayed paused, so no block has moved.
@@ -87,11 +78,7 @@ class RequestGate:
             await self._pause()
 
     async def resume(self, *, changed: bool = True) -> None:
-        """Resume generation, unless the engine sleeps.
-
-        Args:
-            changed: Whether the weights have changed.
-        """
+        """Resume generation, unless the engine sleeps."""
         if self._is_asleep:
             return
         resumed = bridges.resume(self._engine)

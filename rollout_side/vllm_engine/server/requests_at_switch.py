@@ -24,11 +24,7 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 
 class EngineCaches:
-    """Caches of one engine; every coroutine is awaited while generation is paused.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-    """
+    """Caches of one engine; every coroutine is awaited while generation is paused."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -41,10 +37,8 @@ class EngineCaches:
         self.has_connector = engine.vllm_config.kv_transfer_config is not None
 
     async def try_to_empty(self) -> bool:
-        """Empty the caches of KV blocks; return False if some blocks are being moved.
-
-        Running requests are computed anew, under the weights of that time.
-        """
+        """Empty the caches of KV blocks; return False if some blocks are being moved. Running
+        requests are computed anew, under the weights of that time."""
         try:
             return await self._reset_blocks()
         except Exception:
@@ -57,9 +51,6 @@ class EngineCaches:
 
         Args:
             keep_running: Whether running requests keep their blocks.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty``: old blocks could still be used.
         """
         if keep_running:
             await requests.keep_requests(self._engine)
@@ -87,8 +78,6 @@ _ABORTED = (
 
 @dataclass(eq=False)
 class _RequestCall:
-    """Call that vLLM's server makes to the engine."""
-
     request_id: str
     notes: RequestNotes
     is_sent: bool = False
@@ -109,10 +98,6 @@ class RequestsAtSwitch:
     running requests have cached meanwhile. Requests also get a salt if blocks are kept outside the
     engine's own cache, whose reset cannot be verified. To abort requests, ``generate`` raises an
     error that vLLM's server answers as retryable.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``; methods of it are replaced.
-        choice: Treatment of running requests.
     """
 
     def __init__(self, engine: Any, choice: RunningRequests) -> None:
@@ -144,9 +129,6 @@ class RequestsAtSwitch:
         Args:
             version: The base.
             begun: Requests that have tokens; the others begin anew.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty``: caches of the former base could be used.
         """
         # Requests with the old salt were sent before, so they are there when the caches are reset.
         self._base, self._num_switches = version, self._num_switches + 1
@@ -192,9 +174,7 @@ class RequestsAtSwitch:
         self, method: Callable[..., AsyncGenerator[Any, None]], *args: Any, **more: Any
     ) -> AsyncGenerator[Any, None]:
         """Admit a call of ``AsyncLLM.generate`` or ``AsyncLLM.encode``, and pass its outputs on.
-
-        vLLM's server calls this in place of either.
-        """
+        vLLM's server calls this in place of either."""
         notes = middleware.current_notes()
         if (refusal := notes.admit()) is not None:
             raise requests.failure(refusal.message, refusal.status)

@@ -35,18 +35,8 @@ _LOOK_SECONDS = 0.02
 
 
 class Sleeper:
-    """Sleep of one engine; used on its event loop.
-
-    Every coroutine but ``end_requests`` is awaited inside ``gate.exclusive``.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        workers: Calls to its workers.
-        gate: Refuses new requests meanwhile, and stays paused.
-        tracker: Counts the requests that run.
-        in_place: In-place loads, of which none must be under way.
-        enabled: Whether the engine has the allocator for it.
-    """
+    """Sleep of one engine; used on its event loop. Every coroutine but ``end_requests`` is awaited
+    inside ``gate.exclusive``."""
 
     def __init__(
         self,
@@ -208,11 +198,7 @@ class Sleeper:
         return LoadFailedError(self._lost, metadata={"dirty": "true"})
 
     async def wake_weights(self) -> None:
-        """Wake the weights, before they are loaded; succeeds if they are awake.
-
-        Raises:
-            LoadFailedError: With metadata ``dirty``: they are lost.
-        """
+        """Wake the weights, before they are loaded; succeeds if they are awake."""
         if self._lost:
             raise self._loss()
         if self.asleep is None or self.asleep.weights_awake:
@@ -226,10 +212,8 @@ class Sleeper:
         self.lacks_base = False
 
     async def wake_up(self) -> bool:
-        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether it has one.
-
-        An engine without a base is dirty.
-        """
+        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether it has one. An
+        engine without a base is dirty."""
         if self.asleep is None:
             self._gate.wake()  # it may have been about to sleep
             return True

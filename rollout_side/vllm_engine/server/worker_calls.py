@@ -50,12 +50,6 @@ class WorkerCalls:
     Every method raises the WeftError of the first rank that failed. It raises TransferTimeoutError
     if the engine is too slow, or LoadFailedError (dirty) if the call changes weights. An engine
     that is gone is a LoadFailedError (dirty), too.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        deadlines: Bounds of the calls.
-        num_ranks: Number of ranks of the engine.
-        progress_at: Returns when a worker last reported progress, as ``time.monotonic()``.
     """
 
     def __init__(
@@ -81,14 +75,8 @@ class WorkerCalls:
         mixed_is_dirty: bool = False,
         is_quiet: bool = False,
     ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks; return the values of all.
-
-        ``changes_weights`` and ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at
-        ``check_results``.
-
-        Raises:
-            WeftError: From the first rank that failed, or as ``bounded``.
-        """
+        """Call a worker method on all ranks; return the values of all. ``changes_weights`` and
+        ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at ``check_results``."""
         # Never pass vLLM's own timeout: when it expires, replies stay queued.
         answers = await self.bounded(
             self._engine.collective_rpc(method, args=args),
@@ -160,13 +148,8 @@ class WorkerCalls:
         return LoadOutcome(changed=any(value["changed"] for value in values), kept=all(kept))
 
     async def share(self, transfer_id: str, content_digest: bytes) -> None:
-        """Let every rank map the version that the receiving rank staged.
-
-        With one rank there is nothing to share: the load itself checks the staging.
-
-        Raises:
-            NotReadyError, DigestMismatchError: As ``Engine`` says; nothing changed.
-        """
+        """Let every rank map the version that the receiving rank staged. With one rank there is
+        nothing to share: the load itself checks the staging."""
         if self._num_ranks == 1 or transfer_id == FROM_FILES:
             return
         values = await self.call("weft_handle", transfer_id)

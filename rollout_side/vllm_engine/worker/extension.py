@@ -3,7 +3,7 @@
 vLLM mixes ``WeftWorker`` into its worker class; ``collective_rpc`` calls the
 methods on the engine's thread, between steps. They return at once (loading
 excepted) and never raise: see ``rank_results``. Arguments and values are plain,
-since they travel by msgpack.
+since they travel by msgpack; a dataclass is packed.
 
 Importing this module installs the adapter loader and the CPU corrections, so no
 plugin entry point is needed.
@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
-from rollout_side.memory.digest_reading import DigestReader
-from rollout_side.memory.handoff import Handoff, InPlaceLoad
-from rollout_side.memory.ranks.handoff import RankHandoff
-from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
+from rollout_side.memory.digest_reading import DigestReader, TensorDigests
+from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankHandoff
+from rollout_side.memory.messages import unpacked
+from rollout_side.memory.versions import StagedHandle
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.kept_tensors import keep
@@ -30,17 +30,18 @@ from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
 from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, guarded
 from rollout_side.vllm_engine.worker.state import (
     OpenConfig,
+    WorkerDeclaration,
     loader,
     open_worker,
     served_base,
     state_of,
 )
 from rollout_side.vllm_engine.worker.trial import Trial
-from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import NotReadyError, RequestConflictError
-from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.options import DISCARDS
+from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
 
@@ -50,23 +51,19 @@ cpu_fixes.install_prompt_rows()
 
 
 class WeftWorker:
-    """Methods that vLLM's workers get; every name begins with ``weft_``.
-
-    vLLM refuses an extension whose attributes its worker class has already.
-    """
+    """Methods that vLLM's workers get; every name begins with ``weft_``. vLLM refuses an extension
+    whose attributes its worker class has already."""
 
     @guarded
-    def weft_open(self: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Create the store and, on the receiving rank, the receiver; once a process.
-
-        Done by ``open_worker``.
-        """
+    def weft_open(self: Any, settings: bytes) -> dict[str, Any]:
+        """Create the store and, on the receiving rank, the receiver, by ``OpenConfig``; once a
+        process. Return the ``WorkerDeclaration``."""
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
-        state, declared = open_worker(self, OpenConfig(**config))
+        state, declared = open_worker(self, unpacked(OpenConfig, settings))
         self.weft_state = state
         lora_hook.set_store(state.store)
-        return declared
+        return {"declaration": packing(WorkerDeclaration).pack(declared)}
 
     @guarded
     def weft_keep_draft(self: Any) -> None:
@@ -96,28 +93,26 @@ class WeftWorker:
         return {"failure": trial.failure}
 
     @guarded
-    def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
-        """Let the receiver join a side group; returns before it has."""
-        state = state_of(self)
+    def weft_join(self: Any, order: bytes) -> None:
+        """Let the receiver join a side group, by a ``JoinOrder``; returns before it has."""
+        state, given = state_of(self), unpacked(JoinOrder, order)
         if state.receiver is not None:
-            state.receiver.join(JoinOrder(ticket=GroupTicket(**ticket), **order))
+            state.receiver.join(given)
 
     @guarded
     def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
-        """Return a staged version's handle for the other ranks.
-
-        Empty from ranks that do not receive.
-        """
+        """Return a staged version's handle for the other ranks. Empty from ranks that do not
+        receive."""
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
-        return {"handle": pack_handle(state.store.handle(transfer_id))}
+        return {"handle": packing(StagedHandle).pack(state.store.handle(transfer_id))}
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
         """Map a version that the receiving rank staged, unless this is that rank."""
         state = state_of(self)
-        staged = unpack_handle(handle)
+        staged = unpacked(StagedHandle, handle)
         if state.receiver is None:
             state.store.adopt(staged)
         state.store.staged(staged.transfer_id, content_digest)
@@ -190,20 +185,14 @@ class WeftWorker:
         return {"load_seconds": time.perf_counter() - begin, "has_draft": has_draft}
 
     @guarded
-    def weft_learn_copies(self: Any, stored: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Learn a copy plan from base@0, which the engine must still have.
-
-        Changes nothing; the engine's step waits until the parameters are read once.
-
-        Args:
-            stored: Tensors of base@0's files, each a name, a dtype, a shape and a digest.
-        """
+    def weft_learn_copies(self: Any, stored: bytes) -> dict[str, Any]:
+        """Learn a copy plan from base@0, which the engine must still have. Changes nothing; the
+        engine's step waits until the parameters are read once."""
         state = state_of(self)
         state.check_idle()
         if not state.copy_plans:
-            found = [StoredTensor(name, dtype, tuple(shape), digest)
-                     for name, dtype, shape, digest in stored]  # fmt: skip
-            learnt = learn_from(self, state.reference, found)
+            found = unpacked(TensorDigests, stored)
+            learnt = learn_from(self, state.reference, found.tensors)
             state.copy_plans = () if learnt is None else (learnt,)
         return {"has_learnt": bool(state.copy_plans)}
 
@@ -234,10 +223,8 @@ class WeftWorker:
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Confirm for its commit that a base was loaded in place, whole and as it was sent.
-
-        Forgets its transfer.
-        """
+        """Confirm for its commit that a base was loaded in place, whole and as it was sent. Forgets
+        its transfer."""
         state = state_of(self)
         load = state.load
         if load is None or load.transfer_id != transfer_id:
@@ -276,7 +263,7 @@ class WeftWorker:
         return {
             "transfer_id": held.transfer_id,
             "content_digest": held.content_digest,
-            "manifest": pack_manifest(held.manifest),
+            "manifest": packing(Manifest).pack(held.manifest),
         }
 
     @guarded
@@ -290,36 +277,27 @@ class WeftWorker:
 
     @guarded
     def weft_digested(self: Any) -> dict[str, Any]:
-        """Return the digests since the last call, and whether they are all; None from other ranks
-        than the receiving one."""
+        """Return the ``TensorDigests`` since the last call; empty from other ranks than the
+        receiving one."""
         reading = state_of(self).reading
         if reading is None:
-            return {"tensors": None, "is_all": False}
-        found, is_all = reading.take()
-        tensors = [(each.name, each.dtype, list(each.dims), each.digest) for each in found]
-        return {"tensors": tensors, "is_all": is_all}
+            return {"digests": b""}
+        return {"digests": packing(TensorDigests).pack(reading.take())}
 
     @guarded
-    def weft_send(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
-        """Begin to send a held version to a side group; returns before it is sent."""
-        cloner = state_of(self).cloner
-        if cloner is not None:
-            cloner.send(SendOrder(ticket=GroupTicket(**ticket), **order))
+    def weft_send(self: Any, order: bytes) -> None:
+        """Begin to send a held version to a side group, by a ``SendOrder``; returns before it is
+        sent."""
+        state, given = state_of(self), unpacked(SendOrder, order)
+        if state.cloner is not None:
+            state.cloner.send(given)
 
     @guarded
-    def weft_spill(
-        self: Any, keep: Sequence[str], retired: Sequence[str], served_base: int, serves_all: bool
-    ) -> None:
+    def weft_spill(self: Any, order: bytes) -> None:
         """Take a ``SpillOrder``; returns before anything of it is done."""
-        spiller = state_of(self).spiller
-        if spiller is not None:
-            order = SpillOrder(
-                keep=tuple(map(PolicyVersion.parse, keep)),
-                retired=tuple(map(PolicyVersion.parse, retired)),
-                served_base=served_base,
-                serves_all=serves_all,
-            )
-            spiller.follow(order)
+        state, given = state_of(self), unpacked(SpillOrder, order)
+        if state.spiller is not None:
+            state.spiller.follow(given)
 
     @guarded
     def weft_restore(
@@ -333,10 +311,8 @@ class WeftWorker:
 
     @guarded
     def weft_restored(self: Any, transfer_id: str) -> None:
-        """Confirm that a spilled version is staged; call it once the holdings report its end.
-
-        Fails with the error of the read.
-        """
+        """Confirm that a spilled version is staged; call it once the holdings report its end. Fails
+        with the error of the read."""
         spiller = state_of(self).spiller
         if spiller is not None and not spiller.restored(transfer_id):
             raise NotReadyError(
@@ -382,10 +358,8 @@ class WeftWorker:
 
     @guarded
     def weft_wake(self: Any, discarded: bool) -> None:
-        """Record that the weights are awake, or only their memory is (``discarded``).
-
-        In that case, restore the tensors that no base brings.
-        """
+        """Record that the weights are awake, or only their memory is (``discarded``). In that case,
+        restore the tensors that no base brings."""
         state = state_of(self)
         if discarded:
             state.copy_plans = ()  # a plan sets only what was in the last base

@@ -5,8 +5,8 @@ busy per worker of an idle replica. So the worker writes when something has chan
 replica's process reads. Neither ever waits for the other, and the last report outlives the worker.
 
 The page is a ``memfd`` of the reader's, which the writer opens by path. It has two slots, written
-in turn, each a header (number, length, checksum) and JSON. The valid slot of the higher number
-counts; a slot that is being written, or was when its writer died, is not valid.
+in turn, each a header (number, length, checksum) and packed ``WorkerUsage``. The valid slot of the
+higher number counts; a slot that is being written, or was when its writer died, is not valid.
 
 Behind the slots each rank writes the time of its last progress, by the machine's monotonic clock,
 which all processes share.
@@ -14,7 +14,6 @@ which all processes share.
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
@@ -22,13 +21,14 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from rollout_side.engine import MemoryUsage
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.ipc.packing import packing
 
-#: Bytes of one value as JSON: some thousand spilled versions. Untouched memory takes none.
+#: Bytes of one value: some thousand spilled versions. Untouched memory takes none.
 SLOT_BYTES = 4 * 2**20
 _HEADER = struct.Struct("<QII")
 _MOST_BYTES = SLOT_BYTES - _HEADER.size
@@ -38,8 +38,19 @@ _MAX_RANKS = 64
 _TIMES = struct.Struct(f"<{_MAX_RANKS}d")
 _TIMES_AT = 2 * SLOT_BYTES
 _PAGE_BYTES = _TIMES_AT + _TIMES.size
-#: JSON has no bytes: they are written as {"hex": "00ff"}.
-_HEX = "hex"
+
+
+@dataclass(frozen=True)
+class WorkerUsage:
+    """Versions and bytes that a worker holds."""
+
+    memory: MemoryUsage
+    ended_restore: str = ""
+    """Transfer of the last restore, once that has ended."""
+
+
+_NOTHING: Final = WorkerUsage(MemoryUsage(adapter_bytes=0, staging_bytes=0))
+_CODEC: Final = packing(WorkerUsage)
 
 
 class HoldingsPage:
@@ -51,15 +62,14 @@ class HoldingsPage:
         self._map = mmap.mmap(self._fd, _PAGE_BYTES, prot=mmap.PROT_READ)
         self._lock = threading.Lock()
         self._seen = 0
-        self._held = memory_use({})
-        self._ended_restore = ""
+        self._held = _NOTHING
 
     @property
     def path(self) -> str:
         """Path at which a process of the same user opens the page, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def read(self) -> MemoryUsage:
+    def read(self) -> WorkerUsage:
         """Return the last report; empty before the first. Cheap if nothing has changed."""
         with self._lock:
             if self._fd < 0:
@@ -69,16 +79,9 @@ class HoldingsPage:
                     break
                 text = self._valid(slot, number)
                 if text is not None:
-                    value = json.loads(text, object_hook=_revived)
-                    self._seen, self._held = number, memory_use(value)
-                    self._ended_restore = value["ended_restore"]
+                    self._seen, self._held = number, _CODEC.unpack(text)
                     break
             return self._held
-
-    def has_ended(self, transfer_id: str) -> bool:
-        """Return whether the last restore was of this transfer and has ended, in whatever way."""
-        self.read()
-        return self._ended_restore == transfer_id
 
     def progress_at(self) -> float:
         """Return when a rank last made progress, as ``time.monotonic()``; 0 if none has yet."""
@@ -109,34 +112,8 @@ class HoldingsPage:
         return text if _checksum(number, text) == checksum else None
 
 
-def memory_use(value: Mapping[str, Any]) -> MemoryUsage:
-    """Decode what ``state.memory_of`` made; empty for a page that was never written."""
-    if not value:
-        return MemoryUsage(adapter_bytes=0, staging_bytes=0)
-    return MemoryUsage(
-        adapter_bytes=value["adapter_bytes"],
-        staging_bytes=value["staging_bytes"],
-        staged_transfer_ids=tuple(value["transfer_ids"]),
-        retained_bases=tuple(value["retained_bases"]),
-        spilled=tuple(map(PolicyVersion.parse, value["spilled"])),
-        spilled_digests=tuple(
-            (PolicyVersion.parse(version), bytes.fromhex(digest))
-            for version, digest in value["spilled_digests"]
-        ),
-        pinned_base_bytes=value["pinned_base_bytes"],
-    )
-
-
 class ProgressWriter:
-    """Writer of one rank's times of progress; used by any of its threads.
-
-    Args:
-        path: ``HoldingsPage.path``.
-        rank: Rank within the replica.
-
-    Raises:
-        OSError: The page's process is gone.
-    """
+    """Writer of one rank's times of progress; used by any of its threads."""
 
     def __init__(self, path: str, rank: int) -> None:
         self._map = _opened(path)
@@ -148,26 +125,15 @@ class ProgressWriter:
 
 
 class HoldingsWriter:
-    """Writer's end of the page; one per page, used by one thread at a time.
-
-    Args:
-        path: ``HoldingsPage.path``.
-
-    Raises:
-        OSError: The page's process is gone.
-    """
+    """Writer's end of the page; one per page, used by one thread at a time."""
 
     def __init__(self, path: str) -> None:
         self._map = _opened(path)
         self._number = 0
 
-    def write(self, value: Mapping[str, Any]) -> None:
-        """Replace the value that can be read.
-
-        Raises:
-            ValueError: It is too long; what was written before stays.
-        """
-        text = json.dumps(value, separators=(",", ":"), default=_plain).encode()
+    def write(self, value: WorkerUsage) -> None:
+        """Replace the value that can be read."""
+        text = _CODEC.pack(value)
         if len(text) > _MOST_BYTES:
             raise ValueError(f"a report of {len(text)} bytes does not fit into {_MOST_BYTES}")
         self._number += 1
@@ -190,16 +156,6 @@ def _checksum(number: int, text: bytes) -> int:
     return zlib.crc32(text, number & 0xFFFFFFFF)
 
 
-def _plain(value: object) -> dict[str, str]:
-    if not isinstance(value, bytes):
-        raise TypeError(f"a report cannot hold a {type(value).__name__}")
-    return {_HEX: value.hex()}
-
-
-def _revived(value: dict[str, Any]) -> Any:
-    return bytes.fromhex(value[_HEX]) if value.keys() == {_HEX} else value
-
-
 _log = logging.getLogger(__name__)
 
 # Interval at which changes by other threads than the engine's (staging, spilling) are noticed:
@@ -210,24 +166,12 @@ _STOP_SECONDS = 2.0
 
 
 class HoldingsReport:
-    """Reporter of what a worker holds, whenever that has changed; usable from any thread.
+    """Reporter of what a worker holds, whenever that has changed; usable from any thread. Writes at
+    once when ``notify`` is called; its thread notices other changes."""
 
-    Writes at once when ``notify`` is called; its thread notices other changes.
-
-    Args:
-        writer: Writer of the page, used by this object alone.
-        look: Returns what is held, in a form that is cheap to make and compare.
-        describe: Returns what is held as plain values; called when ``look`` has changed.
-    """
-
-    def __init__(
-        self,
-        writer: HoldingsWriter,
-        look: Callable[[], object],
-        describe: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        self._writer, self._look, self._describe = writer, look, describe
-        self._reported: object = None
+    def __init__(self, writer: HoldingsWriter, look: Callable[[], WorkerUsage]) -> None:
+        self._writer, self._look = writer, look
+        self._reported: WorkerUsage | None = None
         self._active_at = time.monotonic()
         self._lock = threading.Lock()
         self._closed = False
@@ -257,8 +201,7 @@ class HoldingsReport:
             with self._lock:
                 seen = self._look()
                 if seen != self._reported:
-                    # Compared before it is described: a change in between is written again.
-                    self._writer.write(self._describe())
+                    self._writer.write(seen)
                     self._reported, self._active_at = seen, time.monotonic()
         except Exception:  # noqa: BLE001 (the edge of a thread, and of each worker method)
             _log.exception("the report of what this worker holds failed, and is tried again")

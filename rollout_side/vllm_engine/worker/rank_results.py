@@ -46,45 +46,27 @@ def guarded(
 
     @functools.wraps(method)
     def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> RankResult:
-        begin = time.perf_counter()
-        error: BaseException | None = None
-        value: dict[str, Any] = {}
+        begin, rank = time.perf_counter(), int(getattr(self, "rank", -1))
+        error, value = None, dict[str, Any]()
         try:
             value = dict(method(self, *args, **kwargs) or {})
-        except BaseException as caught:  # noqa: BLE001 - nothing may pass, see the module
+        except WeftError as caught:
             error = caught
+            _log.warning("%s failed on rank %d: %s", method.__name__, rank, error_text(error))
+        except BaseException as caught:  # noqa: BLE001 - nothing may pass, see the module
+            error = LoadFailedError(error_text(caught))
+            _log.warning("%s failed on rank %d", method.__name__, rank, exc_info=caught)
         # Before the result is returned: its receiver may read the holdings at once.
         if (state := getattr(self, "weft_state", None)) is not None:
             state.notify_holdings()
-        seconds = time.perf_counter() - begin
-        rank = int(getattr(self, "rank", -1))
-        if error is None:
-            return RankResult(
-                ok=True,
-                rank=rank,
-                seconds=seconds,
-                error_reason="",
-                error_message="",
-                metadata={},
-                value=value,
-            )
-        expected = isinstance(error, WeftError)
-        _log.warning(
-            "%s failed on rank %d: %s",
-            method.__name__,
-            rank,
-            error_text(error),
-            exc_info=None if expected else error,
-        )
-        typed = error if isinstance(error, WeftError) else LoadFailedError(error_text(error))
         return RankResult(
-            ok=False,
+            ok=error is None,
             rank=rank,
-            seconds=seconds,
-            error_reason=typed.reason,
-            error_message=typed.message,
-            metadata=dict(typed.metadata),
-            value={},
+            seconds=time.perf_counter() - begin,
+            error_reason=error.reason if error else "",
+            error_message=error.message if error else "",
+            metadata=dict(error.metadata) if error else {},
+            value=value,
         )
 
     return answer

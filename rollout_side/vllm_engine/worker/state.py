@@ -9,7 +9,7 @@ import pkgutil
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,7 @@ import torch
 from rollout_side.config import Staging
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReader
-from rollout_side.memory.handoff import Handoff, InPlaceLoad
-from rollout_side.memory.ranks.handoff import RankServer
+from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankServer
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
@@ -38,14 +37,19 @@ from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import load_in_place
 from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
-from rollout_side.vllm_engine.worker.holdings import HoldingsReport, HoldingsWriter, ProgressWriter
+from rollout_side.vllm_engine.worker.holdings import (
+    HoldingsReport,
+    HoldingsWriter,
+    ProgressWriter,
+    WorkerUsage,
+)
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl import logs
 from weft_rl.contract.capabilities import ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
 from weft_rl.contract.manifest import Manifest
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import LinearModule, Reference, TensorMeta
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends, gpu_uuid
@@ -61,7 +65,7 @@ _MAX_REFUSAL_CHARS = 480
 
 @dataclass(frozen=True, kw_only=True)
 class OpenConfig:
-    """Configuration that a worker starts with; sent as a plain dict."""
+    """Configuration that a worker starts with."""
 
     staging_memory_bytes: int
     adapter_memory_bytes: int
@@ -77,30 +81,42 @@ class OpenConfig:
     """Path at which that process reads what the receiving rank holds: ``HoldingsPage.path``."""
     ranks_secret: str
     """Secret by which the replica's ranks find and recognise each other to load in place."""
-    architecture: str
-    tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
-    """Name, ``DataType`` and shape of everything a base must hold."""
-    draft_prefixes: Sequence[str] = field(default=())
-    """``Reference.draft_prefixes`` of the served model."""
-    draft_files: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
-    """The same of what the files of the model that drafts tokens hold, by their names in a base."""
-    in_memory: Sequence[MemoryModule] = field(default=())
+    reference: Reference
+    """Everything that a base must hold."""
+    draft_files: tuple[TensorMeta, ...]
+    """Tensors of the files of the model that drafts tokens, by their names in a base."""
+    in_memory: tuple[MemoryModule, ...]
     """Linear modules of the architecture as a trainer has them in memory."""
-    spill: Mapping[str, Any] | None = None
-    """``SpillSettings`` of the replica's spill directory, which exists."""
+    spill: SpillSettings | None
+    """Spill directory of the replica, which exists."""
     traced_as: str = ""
     """Replica to name in this worker's spans; empty if it makes none."""
     reload_verdict: str | None = None
     """Result of ``why_not_repeated`` at an earlier start of the same; None to prove it now."""
 
-    def reference(self) -> Reference:
-        """Return the tensors as contract values."""
-        metas = _metas(self.tensors)
-        return Reference(self.architecture, metas, draft_prefixes=tuple(self.draft_prefixes))
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerDeclaration:
+    """Facts that a worker declares once it is open."""
 
-def _metas(tensors: Iterable[tuple[str, int, Sequence[int]]]) -> tuple[TensorMeta, ...]:
-    return tuple(TensorMeta(n, DataType(d), tuple(s)) for n, d, s in tensors)
+    pid: int
+    expected_modules: tuple[str, ...]
+    """Modules that can carry a LoRA, as vLLM's loader names them."""
+    lora_unapplied: tuple[str, ...]
+    """Name prefixes of modules that no LoRA is applied to."""
+    sent_as_float32: tuple[str, ...]
+    untold_modules: tuple[LinearModule, ...]
+    base_refusal: str
+    """Reason why this worker can load no base; empty if it can."""
+    reload_verdict: str | None
+    """Verdict of the proof at this start or an earlier one; None where there was none."""
+    draft: tuple[str, ...]
+    """Tensors of the model that drafts tokens which it loads."""
+    staging_bytes: int
+    backends: tuple[str, ...]
+    trial_name: str
+    """Name under which the receiving worker answers trials."""
+    gpu_uuid: str
 
 
 def decide_memory(
@@ -112,7 +128,7 @@ def decide_memory(
     if device.type != "cuda":
         return Memory(in_place=in_place), bound
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    metas = (*reference.tensors, *_metas(settings.draft_files))
+    metas = (*reference.tensors, *settings.draft_files)
     model_bytes = sum(meta.num_bytes for meta in metas)
     on_device = stage_on_device(settings.staging, device, model_bytes, free_bytes)
     if on_device:
@@ -121,11 +137,7 @@ def decide_memory(
 
 
 def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, ...]:
-    """Return the backends that this worker offers, best first.
-
-    Raises:
-        UnsupportedError: It cannot use the one that was chosen.
-    """
+    """Return the backends that this worker offers, best first."""
     have = available_backends(device)
     offered = tuple(name for name in have if choice in ("auto", name))
     if not offered:
@@ -141,9 +153,6 @@ def end_with(replica_pid: int) -> None:
 
     Returns at once; the watch is a thread. Processes are held by descriptors, so a
     pid that is used again is never mistaken for the old one.
-
-    Raises:
-        OSError: There is no such process.
     """
     replica = os.pidfd_open(replica_pid)
     parent = os.getppid()
@@ -155,11 +164,7 @@ def end_with(replica_pid: int) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent.
-
-    Raises:
-        OSError: There is no such process.
-    """
+    """Return the pid of a process's parent."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1])
 
@@ -174,21 +179,11 @@ def _watch(replica: int, engine: int | None) -> None:
     os._exit(1)  # nothing is left to clean up, and nobody to report to
 
 
-def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[str, Any]]:
-    """Start a store on every rank, and on the receiving one what receives, sends and spills.
-
-    Args:
-        worker: vLLM's worker.
-
-    Returns:
-        State of the worker, to be closed with it; and the worker's answer, as plain values.
-
-    Raises:
-        WeftError: Memory, spill directory or backend cannot be as configured.
-    """
+def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, WorkerDeclaration]:
+    """Start a store on every rank, and on the receiving one what receives, sends and spills."""
     logs.configure_as_parent()
     end_with(settings.replica_pid)
-    reference = settings.reference()
+    reference = settings.reference
     memory, staging_bytes = decide_memory(worker.device, reference, settings)
     store = WorkerStore(
         staging_capacity_bytes=staging_bytes,
@@ -209,11 +204,11 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     if state.base_refusal:
         _log.info("this replica takes no base: %s", state.base_refusal)
     if not state.base_refusal:
-        state.drafted = drafted_model(worker, reference, _metas(settings.draft_files))
+        state.drafted = drafted_model(worker, reference, settings.draft_files)
     if state.drafted is not None:
         as_float32 |= facts_of(state.drafted).held_as_float32
     warm()
-    backends = list(usable_backends(worker.device, settings.backend))
+    backends = usable_backends(worker.device, settings.backend)
     if worker.local_rank == RECEIVER_RANK:
         _start_receiving(state, settings, backends)
     vllm_name = vllm_namer(worker.model_runner.get_model())
@@ -225,21 +220,20 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     if manager is not None:
         whole = replace(reference, untold_modules=names.untold)
         expected, unapplied = lora_modules(manager._adapter_manager, whole)
-    return state, {
-        "pid": os.getpid(),
-        "is_receiver": state.receiver is not None,
-        "lora_modules": sorted(expected),
-        "lora_unapplied": unapplied,
-        "sent_as_float32": sorted(as_float32),
-        "untold_modules": [(m.name, m.shape, m.other_names) for m in names.untold],
-        "base_refusal": state.base_refusal,
-        "reload_verdict": verdict,
-        "draft": [] if state.drafted is None else list(state.drafted.reference.draft_by_name),
-        "staging_bytes": staging_bytes,
-        "backends": backends,
-        "trial_name": "" if state.trials is None else state.trials.name,
-        "gpu_uuid": gpu_uuid(worker.device),
-    }
+    return state, WorkerDeclaration(
+        pid=os.getpid(),
+        expected_modules=tuple(sorted(expected)),
+        lora_unapplied=tuple(unapplied),
+        sent_as_float32=tuple(sorted(as_float32)),
+        untold_modules=names.untold,
+        base_refusal=state.base_refusal,
+        reload_verdict=verdict,
+        draft=() if state.drafted is None else tuple(state.drafted.reference.draft_by_name),
+        staging_bytes=staging_bytes,
+        backends=backends,
+        trial_name="" if state.trials is None else state.trials.name,
+        gpu_uuid=gpu_uuid(worker.device),
+    )
 
 
 def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[str]]:
@@ -254,7 +248,7 @@ def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[st
     return lora_hook.expected_modules(adapters) - never, prefixes
 
 
-def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[str]) -> None:
+def _start_receiving(state: WorkerState, settings: OpenConfig, backends: Collection[str]) -> None:
     store = state.store
     if settings.traced_as:
         state.tracer = open_tracer("weft-replica", settings.traced_as)
@@ -266,12 +260,10 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
     if ONE_SIDED in backends:
         state.trials = TrialAnswerer(store.memory.device_of(ONE_SIDED))
     if settings.spill is not None:
-        folder = SpillFolder(SpillSettings(**settings.spill), state.reference.fingerprint)
+        folder = SpillFolder(settings.spill, state.reference.fingerprint)
         state.spiller = Spiller(store, folder, settings.base_copies)
     writer = HoldingsWriter(settings.holdings_path)
-    state.report = HoldingsReport(
-        writer, partial(comparable_state, state), partial(memory_of, state)
-    )
+    state.report = HoldingsReport(writer, partial(usage_of, state))
     state.report.start()
 
 
@@ -357,20 +349,12 @@ class WorkerState:
         return self.drafted is not None and self.drafted.reference.brings_draft(metas)
 
     def check_takes_bases(self) -> None:
-        """Refuse a base that would leave mixed weights.
-
-        Raises:
-            LoadFailedError: Nothing has changed.
-        """
+        """Refuse a base that would leave mixed weights."""
         if self.base_refusal:
             raise LoadFailedError(f"this replica can load no base: {self.base_refusal}")
 
     def check_idle(self) -> None:
-        """Refuse to touch weights while a loader that was ended still runs.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty`` "true".
-        """
+        """Refuse to touch weights while a loader that was ended still runs."""
         if self.load is not None and self.load.is_running:
             raise LoadFailedError(
                 f"{self.load.handoff.version} is still being loaded in place",
@@ -385,37 +369,22 @@ def state_of(worker: Any) -> WorkerState:
     return state
 
 
-def comparable_state(state: WorkerState) -> tuple[object, ...]:
-    """Return what ``memory_of`` would report, in a form that is cheap to compare."""
-    loading = state.load.transfer_id if state.load is not None else ""
-    spiller = state.spiller
-    spilled = (spiller.listed, spiller.digests, spiller.ended_restore) if spiller else ()
-    return state.store.usage(), state.store.retained_bases(), loading, spilled
-
-
-def memory_of(state: WorkerState) -> dict[str, Any]:
-    """Return ``MemoryUse`` as plain values, of the receiving rank, which holds for all."""
-    usage = state.store.usage()
+def usage_of(state: WorkerState) -> WorkerUsage:
+    """Return what the receiving rank holds, which holds for all."""
+    usage, spiller = state.store.usage(), state.spiller
     loading = {state.load.transfer_id} if state.load is not None else set()
-    return {
-        "adapter_bytes": usage.adapter_bytes,
-        "staging_bytes": usage.staging_bytes + usage.free_bytes,
-        "transfer_ids": sorted({*usage.transfer_ids, *loading}),
-        "retained_bases": list(state.store.retained_bases()),
-        "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
-        "spilled_digests": (
-            [(str(v), digest.hex()) for v, digest in state.spiller.digests] if state.spiller else []
-        ),
-        "pinned_base_bytes": usage.pinned_bytes,
-        "ended_restore": state.spiller.ended_restore if state.spiller else "",
-    }
+    memory = replace(
+        usage,
+        staging_bytes=usage.staging_bytes + usage.free_bytes,
+        staged_transfer_ids=tuple(sorted({*usage.staged_transfer_ids, *loading})),
+        spilled=spiller.copies if spiller else (),
+    )
+    return WorkerUsage(memory, spiller.ended_restore if spiller else "")
 
 
 def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
-    """Return a function that loads a hand-off on a thread of its own.
-
-    The load begins after all that the engine's thread, which calls this, has given to the device.
-    """
+    """Return a function that loads a hand-off on a thread of its own. The load begins after all
+    that the engine's thread, which calls this, has given to the device."""
     device: torch.device = worker.device
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 

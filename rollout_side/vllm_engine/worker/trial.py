@@ -29,9 +29,6 @@ class Trial:
 
     A step that raises would end the engine, which says why only in its log, in a hundred lines.
     During a trial the requests of such a step get tokens without a meaning, and the reason is kept.
-
-    Args:
-        worker: vLLM's worker; two of its methods are replaced until ``end``.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -100,6 +97,5 @@ def _reason(error: Exception) -> str:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """Return file and line, the former within its package."""
     file = frame.filename.rpartition("site-packages/")[2]
     return f"{file}:{frame.lineno}"

@@ -4,8 +4,6 @@ import inspect
 
 import typer.main
 
-from rollout_side.config import RolloutConfig
-from rollout_side.vllm_engine.launch import open_engine
 from trainer_side import Publisher, PushOptions
 from weft_rl.cli.main import app
 from weft_rl.cli.push import parse_require
@@ -46,10 +44,3 @@ def test_every_command_looks_for_the_coordinator_where_it_listens():
 
 def test_what_decisions_depend_on_is_as_the_coordinators_config_says(tmp_path):
     assert CoordinatorConfig(catalog=tmp_path / "weft.db").settings == PoolSettings()
-
-
-def test_an_engine_is_opened_as_the_replicas_config_says():
-    given = inspect.signature(open_engine).parameters
-    names = ("staging", "backend", "base_copies", "vllm_defaults", "allow_unversioned_changes")
-    for name in names:
-        assert given[name].default == getattr(RolloutConfig, name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from rollout_side.agent.servicers import _sampling
+from rollout_side.agent.servicers import decode_sampling
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.sampling import MAX_SEED, Sampling, check_num_samples
 from weft_rl.v1 import generate_pb2 as pb
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused_by_name_at_once(name: str, value: Any) -> Non
 )  # fmt: skip
 def test_a_replica_refuses_the_same_in_the_same_words(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as there:
-        _sampling(pb.Sampling(**{name: value}))
+        decode_sampling(pb.Sampling(**{name: value}))
     with pytest.raises(InvalidRequestError) as here:
         Sampling(**{name: value})
     assert there.value.metadata == here.value.metadata

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,6 @@ from weft_rl.ipc.connection import (
     Codec,
     Connection,
     IncomingFrame,
-    Kind,
     OutgoingFrame,
     PeerError,
     PeerGoneError,
@@ -36,7 +35,7 @@ _LARGE = bytes(range(256)) * 20_000  # more than a connection holds
 
 @dataclass(frozen=True)
 class Text:
-    content: bytes
+    content: Annotated[bytes, len(_LARGE)]
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,7 @@ class File:
     """Comes with a descriptor."""
 
 
-_NUMBER = struct.Struct("<Q")
-CODEC = Codec[Any](
-    b"TEST",
-    3,
-    {
-        1: Kind(Text, len(_LARGE), lambda text: text.content, lambda content: Text(bytes(content))),
-        2: Kind(
-            Number,
-            _NUMBER.size,
-            lambda number: _NUMBER.pack(number.number),
-            lambda content: Number(*_NUMBER.unpack(content)),
-        ),
-        3: Kind(File, 0, lambda _: b"", lambda _: File(), has_descriptor=True),
-    },
-)
+CODEC = Codec[Any](b"TEST", 3, {1: Text, 2: Number, 3: File}, with_descriptor=(File,))
 STREAM, RECORDS = socket.SOCK_STREAM, socket.SOCK_SEQPACKET
 Make = Callable[[socket.SocketKind], tuple[Connection[Any], socket.socket]]
 
@@ -132,7 +117,7 @@ def test_no_descriptor_stays_of_a_message_with_more_than_one(make: Make, num_fds
 
 
 def test_a_record_longer_than_any_message_is_refused(make: Make) -> None:
-    codec = Codec[Any](b"TEST", 3, {2: CODEC._kinds[2]})
+    codec = Codec[Any](b"TEST", 3, {2: Number})
     ours, theirs = make(RECORDS)
     ours.codec = codec
     theirs.send(codec.pack_head(2) + bytes(9))

@@ -10,17 +10,20 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import struct
-from dataclasses import astuple, dataclass
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
-from weft_rl.ipc.connection import Codec, Connection, Kind, PeerError
+from weft_rl.ipc.connection import Codec, Connection, PeerError
+from weft_rl.ipc.packing import U32
 
 #: Grows with each change that an older peer would not understand.
 VERSION: Final = 1
 #: What goes along with ``Ready`` at most: a socket holds as many as a sender has under way.
 MAX_TAIL_BYTES: Final = 16_384
 SECRET_BYTES: Final = 32
+_Secret = Annotated[bytes, f"{SECRET_BYTES}s"]
+_Gpu = Annotated[bytes, "16s"]
+_Handle = Annotated[bytes, "64s"]
 
 
 class OneSidedError(PeerError):
@@ -33,8 +36,8 @@ class OneSidedError(PeerError):
 class Hello:
     """Introduction of a receiver to the sender."""
 
-    rank: int
-    secret: bytes
+    rank: U32
+    secret: _Secret
     """Secret whose digest the group's store has."""
 
 
@@ -42,7 +45,7 @@ class Hello:
 class Welcome:
     """Admission of a receiver by the sender, with the secret that shows it to be the group's."""
 
-    secret: bytes
+    secret: _Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,9 @@ class ExportDevice:
 
     export_id: int
     num_bytes: int
-    gpu: bytes
+    gpu: _Gpu
     """UUID of the GPU."""
-    handle: bytes
+    handle: _Handle
     """CUDA's handle for another process."""
 
 
@@ -88,7 +91,7 @@ class Ready:
     first_byte: int
     num_bytes: int
     """Number of bytes, with room for the tail."""
-    tail: bytes = b""
+    tail: Annotated[bytes, MAX_TAIL_BYTES] = b""
     """Beginning of the last bytes, which the receiver wants on the host and does not find there: a
     GPU would have to bring them back, in its turn. Empty where it finds them."""
 
@@ -118,7 +121,7 @@ class Try:
 class Tried:
     """Answer to ``Try`` or ``TryDevice``: the bytes that were read."""
 
-    content: bytes
+    content: _Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ class TryDevice:
     """Request to read the beginning of an allocation on a GPU."""
 
     num_bytes: int
-    gpu: bytes
-    handle: bytes
+    gpu: _Gpu
+    handle: _Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,53 +152,15 @@ def next_export_id() -> int:
     return next(_export_ids)
 
 
-_READY: Final = struct.Struct("<QQQQH")
-
-
-def _pack_ready(ready: Ready) -> bytes:
-    *fields, _ = astuple(ready)
-    return _READY.pack(*fields, len(ready.tail)) + ready.tail
-
-
-def _unpack_ready(content: bytes) -> Ready:
-    sequence, export_id, first_byte, num_bytes, tail_bytes = _READY.unpack_from(content)
-    tail = content[_READY.size :]
-    if len(tail) != tail_bytes:
-        raise ValueError(f"a tail of {len(tail):,} bytes")
-    return Ready(sequence, export_id, first_byte, num_bytes, tail)
-
-
-def _fixed(message: type[Message], form: str, *, has_descriptor: bool = False) -> Kind[Message]:
-    """Make the encoding of a message whose fields have fixed sizes."""
-    body = struct.Struct(form)
-    return Kind(
-        message,
-        body.size,
-        lambda each: body.pack(*astuple(each)),
-        lambda content: message(*body.unpack(content)),
-        has_descriptor,
-    )
-
-
 MESSAGES: Final = Codec[Message](
     b"WEFT",
     VERSION,
     {
-        1: _fixed(Hello, "<I32s"),
-        2: _fixed(Welcome, "<32s"),
-        3: _fixed(Export, "<QQ", has_descriptor=True),
-        4: _fixed(Withdraw, "<Q"),
-        5: Kind(Ready, _READY.size + MAX_TAIL_BYTES, _pack_ready, _unpack_ready),
-        6: _fixed(Taken, "<Q"),
-        7: _fixed(Try, "<Q", has_descriptor=True),
-        8: _fixed(Tried, "<32s"),
-        9: _fixed(ExportDevice, "<QQ16s64s"),
-        10: _fixed(Withdrawn, "<Q"),
-        11: _fixed(TryDevice, "<Q16s64s"),
-        12: _fixed(Left, "<"),
-        13: _fixed(Kept, "<Q"),
+        1: Hello, 2: Welcome, 3: Export, 4: Withdraw, 5: Ready, 6: Taken, 7: Try, 8: Tried,
+        9: ExportDevice, 10: Withdrawn, 11: TryDevice, 12: Left, 13: Kept,
     },
-)
+    with_descriptor=(Export, Try),
+)  # fmt: skip
 
 
 class MemberConnection(Connection[Message]):

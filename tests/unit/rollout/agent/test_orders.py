@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rollout_side.agent.orders import OrderQueue, ProbeOrders
+from rollout_side.agent.serving import OrderQueue, ProbeOrders
 from rollout_side.engine import JoinOrder
 from weft_rl.contract.group import GroupTicket
 

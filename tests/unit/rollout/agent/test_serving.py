@@ -66,7 +66,7 @@ async def test_a_repeated_commit_does_not_bring_back_what_was_retired() -> None:
         _stage(engine.store, transfer_id, version)
         await serving.commit(VersionCopy(transfer_id, version, b"digest", "{}"))
     await serving.retire([old])
-    assert engine.store.usage().transfer_ids == ()
+    assert engine.store.usage().staged_transfer_ids == ()
     with pytest.raises(NotReadyError):
         await serving.commit(VersionCopy("clone", old, b"digest", "{}", alias=1))
     assert serving.vector.adapters["math"] == AdapterVersions(versions=(2,), alias=2)

@@ -65,8 +65,9 @@ def read(store: WorkerStore, version: PolicyVersion = MATH) -> dict[str, StoredT
     reading, found, is_all = DigestReader(store, version), list[StoredTensor](), False
     deadline = time.monotonic() + 10
     while not is_all:
-        part, is_all = reading.take()
-        found += part
+        part = reading.take()
+        found += part.tensors
+        is_all = part.is_all
         assert time.monotonic() < deadline
         time.sleep(0.0005)
     assert len({t.name for t in found}) == len(found)

@@ -251,7 +251,7 @@ def test_the_store_holds_one_until_it_is_discarded_or_committed() -> None:
     first, second = make(transfer_id="t1"), make(transfer_id="t2")
     store.put_handoff(first)
     assert store.handoff.of("t1") is first
-    assert store.usage().transfer_ids == ("t1",)
+    assert store.usage().staged_transfer_ids == ("t1",)
     store.put_handoff(second)
     assert isinstance(first.error, TransferAbortedError)
     assert store.handoff.of("t1") is None
@@ -259,14 +259,14 @@ def test_the_store_holds_one_until_it_is_discarded_or_committed() -> None:
     assert second.error is None
     store.discard("t2")
     assert isinstance(second.error, TransferAbortedError)
-    assert store.usage().transfer_ids == ()
+    assert store.usage().staged_transfer_ids == ()
     with pytest.raises(TransferAbortedError, match="meanwhile"):
         store.put_handoff(make(transfer_id="t2"))
     third = make(transfer_id="t3")
     store.put_handoff(third)
     assert store.handoff.forget("t3") is third
     assert third.error is None
-    assert store.usage().transfer_ids == ()
+    assert store.usage().staged_transfer_ids == ()
 
 
 def assert_soon(condition: Callable[[], bool]) -> None:

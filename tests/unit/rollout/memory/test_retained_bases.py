@@ -75,7 +75,7 @@ def test_pinned_copies_are_kept_beside_the_newest() -> None:
     for number in (2, 3):
         _load(store, f"base@{number}")
     assert store.retained_bases() == (3, 1)
-    assert (store.usage().pinned_bytes, store.usage().staging_bytes) == (SIZE, 2 * SIZE)
+    assert (store.usage().pinned_base_bytes, store.usage().staging_bytes) == (SIZE, 2 * SIZE)
     store.pin_bases([3])
     assert store.retained_bases() == (3,)
     _load(store, "base@4")

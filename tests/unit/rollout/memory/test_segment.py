@@ -20,8 +20,7 @@ from rollout_side.memory.segment import (
 )
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import BucketContents, PartialTransfer, StagedVersion
-from rollout_side.receive.incoming_buckets import ReceiveRing, arrival_buffers
-from rollout_side.receive.transfers import StagingSink
+from rollout_side.receive.incoming_buckets import ReceiveRing, StagingSink, arrival_buffers
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import plan_buckets, whole_plan

@@ -38,7 +38,7 @@ def test_what_a_clone_has_brought_outlasts_the_pushes_of_trainers() -> None:
     segment = store.reserve("push", SIZE, adapter=False)
     store.release("push", segment)
     assert store.usage().staging_bytes == SIZE
-    assert store.usage().transfer_ids == ("clone",)
+    assert store.usage().staged_transfer_ids == ("clone",)
     assert _digests(store, "clone", "replica:r0") == [
         BucketContents((), [1]),
         BucketContents((), [2]),
@@ -50,7 +50,7 @@ def test_it_gives_way_where_a_push_needs_its_room(adapter: bool) -> None:
     store = WorkerStore(SIZE, SIZE)
     _interrupted(store, "clone", "replica:r0", adapter=adapter)
     store.reserve("push", SIZE, adapter=adapter)
-    assert store.usage().transfer_ids == ()
+    assert store.usage().staged_transfer_ids == ()
     assert _digests(store, "clone", "replica:r0") is None
 
 
@@ -68,7 +68,7 @@ def test_of_clones_one_is_kept() -> None:
     store = WorkerStore(9 * SIZE, SIZE)
     for name, source in (("first", "replica:r0"), ("second", "replica:r1")):
         _interrupted(store, name, source)
-    assert store.usage().transfer_ids == ("second",)
+    assert store.usage().staged_transfer_ids == ("second",)
     assert store.usage().staging_bytes == SIZE
 
 
@@ -89,4 +89,4 @@ def test_a_push_waits_for_a_clone_that_has_still_to_hear_that_it_was_ended() -> 
     )
     assert got.wait(10)
     thread.join()
-    assert store.usage().transfer_ids == ()
+    assert store.usage().staged_transfer_ids == ()

@@ -9,8 +9,13 @@ import torch
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.segment import MARGIN_BYTES, Memory
-from rollout_side.receive.incoming_buckets import ReceiveRing, make_buffers
-from rollout_side.receive.transfers import PAUSE_SECONDS, LoadingSink, is_load_due
+from rollout_side.receive.incoming_buckets import (
+    PAUSE_SECONDS,
+    LoadingSink,
+    ReceiveRing,
+    is_load_due,
+    make_buffers,
+)
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.manifest import plan_buckets, whole_plan

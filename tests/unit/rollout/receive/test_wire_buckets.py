@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
-from rollout_side.receive.incoming_buckets import ReceiveRing, arrival_buffers
-from rollout_side.receive.transfers import StagingSink
+from rollout_side.receive.incoming_buckets import ReceiveRing, StagingSink, arrival_buffers
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import (

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollout_side.engine import JoinOrder, SpillOrder
+from rollout_side.engine import JoinOrder, MemoryUsage, SpillOrder
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS
-from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter, WorkerUsage
 from rollout_side.vllm_engine.worker.rank_results import RankResult
 from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import (
@@ -31,9 +31,8 @@ async def test_a_restore_is_waited_for() -> None:
     while "weft_restore" not in engine.calls:
         await asyncio.sleep(0)
     assert not restoring.done()
-    held = {"adapter_bytes": 0, "staging_bytes": 0, "transfer_ids": ["t"], "retained_bases": []}
-    held |= {"spilled": [], "spilled_digests": [], "pinned_base_bytes": 0, "ended_restore": "t"}
-    HoldingsWriter(holdings.path).write(held)
+    memory = MemoryUsage(adapter_bytes=0, staging_bytes=0, staged_transfer_ids=("t",))
+    HoldingsWriter(holdings.path).write(WorkerUsage(memory, "t"))
     await restoring
     assert engine.calls == ["weft_restore", "weft_restored"]  # asked once
     engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1)]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from rollout_side.engine import PromptImage
-from rollout_side.vllm_engine.server.images import decode_images
+from rollout_side.vllm_engine.server.generations import decode_images
 from trainer_side import ImagePrompt, InvalidRequestError, Sampling
 from trainer_side.rollouts.images import MAX_BYTES
 from trainer_side.rollouts.requests import PromptRequest, WantedVersions, checked_prompts

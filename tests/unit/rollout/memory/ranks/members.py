@@ -9,10 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rollout_side.memory.handoff import Handoff, HandoffQueue
-from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
-from rollout_side.receive.incoming_buckets import ReceiveRing
-from rollout_side.receive.transfers import LoadingSink
+from rollout_side.memory.handoff import Handoff, HandoffQueue, RankHandoff, RankServer
+from rollout_side.receive.incoming_buckets import LoadingSink, ReceiveRing
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import (
     LoadFailedError,

@@ -10,11 +10,9 @@ import time
 import pytest
 import torch
 
-from rollout_side.memory import handoff as queue_module
-from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
-from rollout_side.memory.ranks import handoff as rank_handoff
-from rollout_side.memory.ranks.handoff import RankHandoff, connect
-from rollout_side.memory.ranks.messages import LoadRequest
+from rollout_side.memory import handoff as rank_handoff
+from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad, RankHandoff, connect
+from rollout_side.memory.messages import LoadRequest
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     COUNT,
@@ -245,7 +243,6 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
 ) -> None:
     """Its process may be stopped there: then it says nothing, and the push goes on without."""
     monkeypatch.setattr(rank_handoff, "PROGRESS_SECONDS", 0.01)
-    monkeypatch.setattr(queue_module, "PROGRESS_SECONDS", 0.01)
     own = InPlaceLoad(replica.queue, Loader())
     handoff = replica.rank()
     buckets = handoff.buckets()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_side.memory import segment
-from rollout_side.memory.ranks.messages import (
+from rollout_side.memory.messages import (
     MESSAGES,
     Arrived,
     Buffers,
@@ -22,10 +22,7 @@ from rollout_side.memory.ranks.messages import (
     LoadRequest,
     Message,
     Working,
-    pack_handle,
-    pack_manifest,
-    unpack_handle,
-    unpack_manifest,
+    unpacked,
 )
 from rollout_side.memory.segment import DeviceRef, HostRef, SegmentRef
 from rollout_side.memory.versions import StagedHandle
@@ -34,10 +31,11 @@ from weft_rl.contract.errors import (
     NotReadyError,
     WeftError,
 )
-from weft_rl.contract.manifest import plan_buckets
+from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.ipc.connection import PeerError
+from weft_rl.ipc.packing import packing
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
 DEVICE_REF = DeviceRef(
@@ -55,10 +53,10 @@ DEVICE_REF = DeviceRef(
 SAID: list[Message] = [
     LoadRequest("transfer-ä", 3),
     Layout(MANIFEST),
-    Buffers([]),
-    Buffers([HostRef(17, 4, 2**40), DEVICE_REF, HostRef(1, 0, 1)]),
-    Arrived(2, []),
-    Arrived(0, [0, 2**64 - 1, 5]),
+    Buffers(()),
+    Buffers((HostRef(17, 4, 2**40), DEVICE_REF, HostRef(1, 0, 1))),
+    Arrived(2, ()),
+    Arrived(0, (0, 2**64 - 1, 5)),
     Working(),
     Loaded(),
     Complete(),
@@ -94,14 +92,18 @@ def test_one_that_is_longer_than_its_kind_may_be_is_refused_by_its_head(number: 
 
 
 def test_there_are_no_more_buffers_than_may_be() -> None:
-    encoded = MESSAGES.encode(Buffers([HostRef(1, 2, 3)] * 257))
-    with pytest.raises(PeerError, match="Buffers, garbled: more than 256 buffers"):
-        MESSAGES.decode(*encoded)
+    refs = tuple([HostRef(1, 2, 3)] * 257)
+    with pytest.raises(ValueError, match="more than 256 entries"):
+        MESSAGES.encode(Buffers(refs))
+    _, of_one = MESSAGES.encode(Buffers(refs[:1]))
+    body = struct.pack("<I", 257 * len(of_one[4:])) + of_one[4:] * 257
+    with pytest.raises(PeerError, match="Buffers, garbled: more than 256 entries"):
+        MESSAGES.decode(3, body)
 
 
 def test_memory_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(PeerError, match="Buffers, garbled: memory of kind 7"):
-        MESSAGES.decode(3, struct.pack("<B", 7))
+    with pytest.raises(PeerError, match="Buffers, garbled: a value of kind 07"):
+        MESSAGES.decode(3, struct.pack("<IIB", 5, 1, 7))
 
 
 def test_an_endless_error_is_cut() -> None:
@@ -128,7 +130,7 @@ def test_what_torch_says_of_memory_on_an_accelerator_comes_back_to_torch(
 
     monkeypatch.setattr(segment.reductions, "reduce_tensor", lambda data: (rebuild, given))
     monkeypatch.setattr(segment.reductions, "rebuild_cuda_tensor", rebuild)
-    said = MESSAGES.decode(*MESSAGES.encode(Buffers([DeviceRef.of(data)])))
+    said = MESSAGES.decode(*MESSAGES.encode(Buffers((DeviceRef.of(data),))))
     assert isinstance(said, Buffers)
     assert said.refs[0].attach().num_bytes == 64
     assert rebuilt == [given]
@@ -146,12 +148,12 @@ def test_memory_that_cannot_be_mapped_is_not_ready(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("ref", [HostRef(17, 5, 4096), DEVICE_REF])
 def test_a_staged_versions_handle_comes_as_it_was(ref: SegmentRef) -> None:
     handle = StagedHandle("t7", PolicyVersion("math", 17), MANIFEST, ref, b"digest")
-    packed = pack_handle(handle)
-    assert unpack_handle(packed) == handle
+    packed = packing(StagedHandle).pack(handle)
+    assert unpacked(StagedHandle, packed) == handle
     for garbled in (b"", b"garbage", packed[:-1], packed + b"x"):
         with pytest.raises(WeftError):
-            unpack_handle(garbled)
+            unpacked(StagedHandle, garbled)
 
 
 def test_a_manifest_comes_as_it_was() -> None:
-    assert unpack_manifest(pack_manifest(MANIFEST)) == MANIFEST
+    assert unpacked(Manifest, packing(Manifest).pack(MANIFEST)) == MANIFEST

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollout_side.memory.handoff import InPlaceLoad
-from rollout_side.memory.ranks import handoff as rank_handoff
-from rollout_side.memory.ranks.handoff import RankHandoff, address_of, connect
-from rollout_side.memory.ranks.messages import (
+from rollout_side.memory import handoff as rank_handoff
+from rollout_side.memory.handoff import InPlaceLoad, RankHandoff, address_of, connect
+from rollout_side.memory.messages import (
     MESSAGES,
     Arrived,
     Layout,
@@ -158,7 +157,10 @@ def test_those_that_say_half_a_hello_keep_nobody_out_and_have_no_thread(
         (frame(99, b"", 5), "a message of kind 99"),
         (frame(1, b"", 2**40), "LoadRequest of 1,099,511,627,776 bytes"),
         (frame(6, b"x"), "Loaded of 1 bytes"),
-        (frame(1, b"\1\0\0\0\xff"), r"the peer \(pid \d+\) says LoadRequest, garbled"),
+        (
+            frame(1, struct.pack("<HQ", 1, 0) + b"\xff"),
+            r"the peer \(pid \d+\) says LoadRequest, garbled",
+        ),
         (packed(Working()), "Working out of turn"),
     ],
 )
@@ -172,7 +174,7 @@ def test_a_rank_that_says_what_is_no_message_is_told_so(
     connection.close()
 
 
-@pytest.mark.parametrize("said", [packed(Loaded())[:5], packed(Arrived(0, [1, 2]))[:-1]])
+@pytest.mark.parametrize("said", [packed(Loaded())[:5], packed(Arrived(0, (1, 2)))[:-1]])
 def test_a_rank_that_goes_in_half_a_message_ends_the_load(replica: Replica, said: bytes) -> None:
     InPlaceLoad(replica.queue, Loader())
     connection = connect(replica.secret, 5.0)
@@ -238,7 +240,7 @@ def test_a_bucket_in_a_buffer_that_was_never_told_is_refused() -> None:
         connection = admitted(listener.accept()[0], secret)
         connection.hear(LoadRequest)
         connection.say(Layout(MANIFEST))
-        connection.say(Arrived(0, [1]))
+        connection.say(Arrived(0, (1,)))
         with pytest.raises(PeerUnavailableError, match="never told"):
             reading.result(WAIT_SECONDS)
         connection.close()

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.linear_modules import ModuleTable, vllm_namer
+from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleTable, vllm_namer
 from rollout_side.vllm_engine.server.architecture import ArchitectureModel
 from rollout_side.vllm_engine.server.capabilities import build_reference, memory_modules
 from tests.models import make_quantised
@@ -47,7 +47,10 @@ def test_a_module_has_the_names_of_files_of_memory_and_of_vllm() -> None:
     mapper._prefixes = {"model.language.": "language_model.model.", **mapper._prefixes}
     names = ModuleTable(
         reference(["model.up", "visual.fc"]),
-        [("model.language.up", "model.up", (4, 4)), ("model.visual.fc", "visual.fc", (4, 4))],
+        [
+            MemoryModule("model.language.up", "model.up", (4, 4)),
+            MemoryModule("model.visual.fc", "visual.fc", (4, 4)),
+        ],
         namer(mapper),
     )
     assert names.untold == (
@@ -59,7 +62,7 @@ def test_a_module_has_the_names_of_files_of_memory_and_of_vllm() -> None:
 
 
 def test_one_name_everywhere_is_told_by_the_tensors() -> None:
-    names = ModuleTable(reference(["up"]), [("up", "up", (4, 4))], namer(None))
+    names = ModuleTable(reference(["up"]), [MemoryModule("up", "up", (4, 4))], namer(None))
     assert names.untold == ()
     assert names.renames() == {}
 
@@ -67,7 +70,7 @@ def test_one_name_everywhere_is_told_by_the_tensors() -> None:
 def test_a_name_that_vllm_takes_for_another_modules_is_one_of_both() -> None:
     names = ModuleTable(
         reference(["text.up", "visual.up"]),
-        [("inner.up", "text.up", (4, 4))],
+        [MemoryModule("inner.up", "text.up", (4, 4))],
         namer(Mapper(inner="visual.")),
     )
     found = Reference("M", reference(["text.up", "visual.up"]).tensors, names.untold)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_side.vllm_engine.loading.planned_copy import PlannedCopy, joined, launch
+from rollout_side.vllm_engine.loading.copy_plan import PlannedCopy, joined, launch
 
 BF16, F32, F8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout_side.memory.digest_reading import TensorDigests
+from rollout_side.memory.messages import unpacked
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.server.base_switch import learn_copies
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
@@ -17,6 +19,7 @@ from rollout_side.vllm_engine.server.requests_at_switch import EngineCaches
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from tests.doubles.vllm import FakeEngine, failed
 from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 _WEIGHT = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
@@ -43,7 +46,9 @@ async def test_the_workers_are_told_what_the_files_hold(tmp_path: Path) -> None:
     engine = FakeEngine()
     await learn(engine, started(tmp_path))
     digest = tensor_digest(_WEIGHT.reshape(-1).view(torch.uint8))
-    assert engine.last_args["weft_learn_copies"] == ([("layer.weight", "BF16", [2, 3], digest)],)
+    (told,) = engine.last_args["weft_learn_copies"]
+    tensor = StoredTensor("layer.weight", "BF16", (2, 3), digest)
+    assert unpacked(TensorDigests, told) == TensorDigests((tensor,))
 
 
 async def test_what_was_pushed_meanwhile_is_left_alone(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from rollout_side.engine import PromptImage
-from rollout_side.vllm_engine.server import images
-from rollout_side.vllm_engine.server.images import decode_images
+from rollout_side.vllm_engine.server import generations as images
+from rollout_side.vllm_engine.server.generations import decode_images
 from weft_rl.contract.errors import InvalidRequestError
 
 RED, CLEAR, WHITE = (255, 0, 0), (255, 0, 0, 0), (255, 255, 255)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_side.vllm_engine.server.reload_verdict import ReloadVerdict
+from rollout_side.vllm_engine.loading.reload_proof import ReloadVerdict
 
 
 def test_it_is_kept_for_the_same_engine_alone(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout_side.agent.orders import OrderQueue, SleepOrders
+from rollout_side.agent.serving import OrderQueue, SleepOrders
 from rollout_side.engine import SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.replica import VllmReplica

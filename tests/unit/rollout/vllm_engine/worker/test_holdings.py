@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollout_side.engine import MemoryUsage
 from rollout_side.memory.segment import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
@@ -22,24 +23,21 @@ from rollout_side.vllm_engine.worker.holdings import (
     HoldingsReport,
     HoldingsWriter,
     ProgressWriter,
+    WorkerUsage,
 )
 from rollout_side.vllm_engine.worker.rank_results import guarded
-from rollout_side.vllm_engine.worker.state import WorkerState, comparable_state, memory_of
+from rollout_side.vllm_engine.worker.state import WorkerState, usage_of
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 MANIFEST = plan_buckets((TensorMeta("w", DataType.FLOAT32, (4,)),))
-EMPTY: dict[str, Any] = {
-    "adapter_bytes": 0,
-    "staging_bytes": 0,
-    "transfer_ids": [],
-    "retained_bases": [],
-    "spilled": [],
-    "spilled_digests": [],
-    "pinned_base_bytes": 0,
-    "ended_restore": "",
-}
+
+
+def held(spilled: tuple[HeldVersion, ...] = (), **fields: Any) -> WorkerUsage:
+    given = {"adapter_bytes": 0, "staging_bytes": 0, **fields}
+    return WorkerUsage(MemoryUsage(**given, spilled=spilled))
 
 
 @pytest.fixture
@@ -50,14 +48,14 @@ def page() -> Iterator[HoldingsPage]:
 
 
 def test_what_was_written_last_is_read(page: HoldingsPage) -> None:
-    assert page.read().retained_bases == ()
+    assert page.read().memory.retained_bases == ()
     writer = HoldingsWriter(page.path)
     for number in range(1, 6):
-        writer.write({**EMPTY, "retained_bases": [number], "spilled": [f"math@{number}"]})
-        held = page.read()
-        assert held.retained_bases == (number,)
-        assert held.spilled == (PolicyVersion("math", number),)
-        assert page.read() is held  # nothing is parsed where nothing has changed
+        said = held((HeldVersion(PolicyVersion("math", number), b"d"),), retained_bases=(number,))
+        writer.write(said)
+        found = page.read()
+        assert found == said
+        assert page.read() is found  # nothing is parsed where nothing has changed
 
 
 def test_the_last_word_of_any_rank_that_it_gets_on_is_read(page: HoldingsPage) -> None:
@@ -68,46 +66,48 @@ def test_the_last_word_of_any_rank_that_it_gets_on_is_read(page: HoldingsPage) -
     assert before <= first <= time.monotonic()
     ProgressWriter(page.path, 7).report_progress()
     assert page.progress_at() > first
-    assert page.read().adapter_bytes == 0, "what is held is not touched"
+    assert page.read().memory.adapter_bytes == 0, "what is held is not touched"
 
 
 def test_a_slot_that_is_being_written_is_not_read(page: HoldingsPage) -> None:
     writer = HoldingsWriter(page.path)
-    writer.write({**EMPTY, "adapter_bytes": 1})
-    writer.write({**EMPTY, "adapter_bytes": 2})
+    writer.write(held(adapter_bytes=1))
+    writer.write(held(adapter_bytes=2))
     # The next text over the older slot, as far as it came; its header is the old one's.
     torn = SLOT_BYTES + 20
     writer._map[torn : torn + 9] = b"\xff" * 9
-    assert page.read().adapter_bytes == 2
+    assert page.read().memory.adapter_bytes == 2
     other = HoldingsPage()
     writer = HoldingsWriter(other.path)
-    writer.write({**EMPTY, "adapter_bytes": 1})
+    writer.write(held(adapter_bytes=1))
     torn = SLOT_BYTES + 20
     writer._map[torn : torn + 9] = b"\xff" * 9
-    assert other.read().adapter_bytes == 0
+    assert other.read().memory.adapter_bytes == 0
     other.close()
 
 
 def test_what_does_not_fit_leaves_what_was_there(page: HoldingsPage) -> None:
     writer = HoldingsWriter(page.path)
-    writer.write({**EMPTY, "adapter_bytes": 3})
+    writer.write(held(adapter_bytes=3))
     with pytest.raises(ValueError, match="does not fit"):
-        writer.write({**EMPTY, "spilled": ["x" * SLOT_BYTES]})
-    assert page.read().adapter_bytes == 3
+        writer.write(WorkerUsage(held().memory, "x" * SLOT_BYTES))
+    assert page.read().memory.adapter_bytes == 3
 
 
 def test_thousands_of_spilled_versions_fit(page: HoldingsPage) -> None:
-    names = [f"{'n' * 63}@{number}" for number in range(4096)]
-    digests = [(name, bytes(32)) for name in names]
-    HoldingsWriter(page.path).write({**EMPTY, "spilled": names, "more": digests})
-    assert len(page.read().spilled) == 4096
+    copies = [
+        HeldVersion(PolicyVersion("n" * 63, number), bytes(32), spilled=True)
+        for number in range(4096)
+    ]
+    HoldingsWriter(page.path).write(held(tuple(copies)))
+    assert len(page.read().memory.spilled) == 4096
 
 
 def _write_for_ever(path: str) -> None:
     writer, number = HoldingsWriter(path), 0
     while True:
         number += 1
-        writer.write({**EMPTY, "adapter_bytes": number, "staging_bytes": number})
+        writer.write(held(adapter_bytes=number, staging_bytes=number))
 
 
 def test_a_writer_of_another_process_is_never_seen_halfway_nor_missed_when_killed(
@@ -119,18 +119,18 @@ def test_a_writer_of_another_process_is_never_seen_halfway_nor_missed_when_kille
     process.start()
     try:
         seen = 0
-        until(lambda: page.read().adapter_bytes > 0)
+        until(lambda: page.read().memory.adapter_bytes > 0)
         for _ in range(20_000):
-            held = page.read()
-            assert held.adapter_bytes == held.staging_bytes >= seen
-            seen = held.adapter_bytes
+            found = page.read().memory
+            assert found.adapter_bytes == found.staging_bytes >= seen
+            seen = found.adapter_bytes
     finally:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    held = page.read()
-    assert held.adapter_bytes == held.staging_bytes >= seen
-    assert page.read() == held
+    found = page.read().memory
+    assert found.adapter_bytes == found.staging_bytes >= seen
+    assert page.read().memory == found
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -155,9 +155,7 @@ class _Worker:
 def _state(page: HoldingsPage) -> WorkerState:
     state = WorkerState(WorkerStore(2**20, 2**20, 1, Memory()), Reference("Model", ()))
     state.receiver = SimpleNamespace()  # type: ignore[assignment]
-    state.report = HoldingsReport(
-        HoldingsWriter(page.path), lambda: comparable_state(state), lambda: memory_of(state)
-    )
+    state.report = HoldingsReport(HoldingsWriter(page.path), lambda: usage_of(state))
     return state
 
 
@@ -167,7 +165,7 @@ def test_what_another_thread_changes_is_told_soon_and_what_a_call_changes_at_onc
     state = _state(page)
     assert state.report is not None
     state.report.start()
-    assert page.read().staged_transfer_ids == ()
+    assert page.read().memory.staged_transfer_ids == ()
 
     def receive() -> None:
         segment = state.store.reserve("t", MANIFEST.wire_bytes, adapter=False)
@@ -177,15 +175,15 @@ def test_what_another_thread_changes_is_told_soon_and_what_a_call_changes_at_onc
     thread = threading.Thread(target=receive)
     thread.start()
     thread.join()
-    until(lambda: page.read().staged_transfer_ids == ("t",))
-    assert page.read().staging_bytes == MANIFEST.wire_bytes
+    until(lambda: page.read().memory.staged_transfer_ids == ("t",))
+    assert page.read().memory.staging_bytes == MANIFEST.wire_bytes
     answer = _Worker(state).drop()
     assert not answer["ok"]
-    assert page.read().staged_transfer_ids == ()  # told before the answer was
+    assert page.read().memory.staged_transfer_ids == ()  # told before the answer was
     state.report.close()
     state.store.reserve("u", 2 * MANIFEST.wire_bytes, adapter=False)
     state.notify_holdings()  # the thread has ended, calls still tell
-    assert page.read().staging_bytes == 2 * MANIFEST.wire_bytes
+    assert page.read().memory.staging_bytes == 2 * MANIFEST.wire_bytes
 
 
 def test_a_page_whose_process_is_gone_fails_no_call(page: HoldingsPage) -> None:
@@ -195,6 +193,6 @@ def test_a_page_whose_process_is_gone_fails_no_call(page: HoldingsPage) -> None:
     page.close()
     state.store.reserve("t", MANIFEST.wire_bytes, adapter=False)
     state.notify_holdings()
-    assert page.read().staging_bytes == 0
+    assert page.read().memory.staging_bytes == 0
     with pytest.raises(OSError, match="/proc/"):
         HoldingsWriter(page.path)
