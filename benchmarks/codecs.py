@@ -30,6 +30,7 @@ from weft_rl.coordinator.decisions.state.replica_state import VersionDifference
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import ContentDigest, ReplicaState
 from weft_rl.coordinator.messages import wire
+from weft_rl.coordinator.services.calls import CODECS
 from weft_rl.ipc.packing import packing
 from weft_rl.rpc.codec import CAPABILITIES, REPORT, vector_from_proto, vector_to_proto
 from weft_rl.transport.one_sided.messages import Ready
@@ -330,13 +331,13 @@ def _cases() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], Any]
     return [
         ("ReplicaReport, encoded", _report_to, REPORT.encode, report),
         ("ReplicaReport, decoded", _report_from, REPORT.decode, REPORT.encode(report)),
-        ("HeartbeatResponse, encoded", _beat_to, wire.HEARTBEAT_ANSWER.encode, beat),
+        ("HeartbeatResponse, encoded", _beat_to, CODECS["Heartbeat"].encode, beat),
         ("Capabilities, encoded", to, CAPABILITIES.encode, able),
         ("Capabilities, decoded", back, CAPABILITIES.decode, CAPABILITIES.encode(able)),
         (
             "BeginTransferRequest, decoded",
             _begin_from,
-            partial(wire.BEGIN.decode, **_GIVEN),
+            partial(CODECS["BeginTransfer"].request.decode, **_GIVEN),
             begin,
         ),
         (

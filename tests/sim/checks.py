@@ -45,7 +45,7 @@ _NEXT_STATES = {
     VersionState.FAILED: set[VersionState](),
 }
 _HELD = (VersionState.COMMITTED, VersionState.RETIRED)
-_RETIRING = (events.RetireVersion, events.SetRetention, events.ForgetPolicy)
+_RETIRING = (events.Retire, events.SetRetention, events.ForgetPolicy)
 
 
 class Checks:

@@ -201,7 +201,7 @@ class SimOperator(Process):
 
     def _drain(self) -> Generator[Any, Any, None]:
         name, seconds = self._some_replica(), self.world.random.choice([0.0, 2.0, 5.0])
-        yield self._call("drain", 2.0, replica_id=name, seconds=seconds, reason="old card")
+        yield self._call("drain", 2.0, replica_id=name, timeout_seconds=seconds, reason="old card")
 
     def _sleep_or_wake(self) -> Generator[Any, Any, None]:
         method = self.world.random.choice(["sleep_replica", "wake_replica"])

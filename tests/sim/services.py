@@ -122,19 +122,17 @@ class Services:
         self._tick_after(answer_by, ticket)
         recorded = self._coordinator.flushed(version)
         ids = self._coordinator.new_transfer_ids()
-        return events.RollbackPolicy(
-            ticket, version.policy, version.version, ids, answer_by, recorded
-        )
+        return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
 
     def pin(
         self, ticket: int, timeout: float, version: PolicyVersion, pinned: bool
     ) -> events.Event:
         recorded = self._coordinator.flushed(version)
-        return events.Pin(ticket, version.policy, version.version, pinned, recorded)
+        return events.Pin(ticket, version, pinned, recorded)
 
     def retire(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
         recorded = self._coordinator.flushed(version)
-        return events.RetireVersion(ticket, version.policy, version.version, recorded)
+        return events.Retire(ticket, version, recorded)
 
     def retain(self, timeout: float, **args: Any) -> events.Event:
         return events.SetRetention(**args)
@@ -171,4 +169,4 @@ class Services:
         return events.WakeReplica(ticket, replica_id, answer_by)
 
     def drain(self, timeout: float, **args: Any) -> events.Event:
-        return events.DrainReplica(**args)
+        return events.Drain(**args)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rollout_side.agent.servicers  # noqa: F401 (makes the codecs of replicas)
+from weft_rl.contract.checkpoint import Checkpoint, CheckpointState, not_compared
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.manifest import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
@@ -21,7 +22,7 @@ from weft_rl.contract.sampling import Sampling
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
-from weft_rl.coordinator.messages import wire
+from weft_rl.coordinator.services.calls import CODECS
 from weft_rl.rpc.codec import CAPABILITIES, SLEEP
 from weft_rl.schema import MADE, MessageCodec, SchemaError, codec
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
@@ -47,6 +48,8 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     OutOfService: st.builds(
         OutOfService, st.sampled_from([ReplicaState.CORDONED, ReplicaState.QUARANTINED]), _TEXT
     ),
+    Checkpoint: st.builds(not_compared, _TEXT)
+    | st.builds(Checkpoint, st.just(CheckpointState.DIGESTED), st.binary(min_size=32, max_size=32)),
     SendPlan: st.just(make_send_plan(2, [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1)])),
     TrainerProcess: st.builds(TrainerProcess, _TEXT, _TEXT, _NUMBER, _QUARTERS),
     Sampling: st.builds(
@@ -201,7 +204,7 @@ def test_an_invariant_holds_of_what_is_decoded() -> None:
     assert refused.value.metadata["field"] == "Capabilities.num_receivers"
     process = publish_pb2.TrainerProcess(host="h" * 129)
     with pytest.raises(InvalidRequestError, match="128 characters"):
-        wire.ACQUIRE.decode(
+        CODECS["AcquirePolicy"].request.decode(
             publish_pb2.AcquirePolicyRequest(kind=types_pb2.POLICY_KIND_BASE, process=process),
             ticket=1,
             identity="",

@@ -20,10 +20,12 @@ from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, U
 from weft_rl.coordinator.runtime.metrics import pool_registry
 from weft_rl.coordinator.runtime.traces import TransferTraces
 from weft_rl.coordinator.runtime.watchers import Feed
-from weft_rl.coordinator.services.admin import AdminServicer
+from weft_rl.coordinator.services.calls import (
+    AdminServicer,
+    PublishServicer,
+    RegistryServicer,
+)
 from weft_rl.coordinator.services.inspect import InspectServicer
-from weft_rl.coordinator.services.publish import PublishServicer
-from weft_rl.coordinator.services.registry import RegistryServicer
 from weft_rl.coordinator.services.rendezvous import RendezvousServicer
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, make_server

@@ -210,3 +210,6 @@ def checkpoint_from_proto(message: registry_pb2.Checkpoint) -> Checkpoint:
     if any(len(each) != _SHA256_BYTES for each in (told.digest, *(f.digest for f in told.files))):
         raise InvalidRequestError("the digest of a checkpoint, or of a file of it, is not SHA-256")
     return Checkpoint(told.state, told.digest, told.files)
+
+
+converter(Checkpoint, registry_pb2.Checkpoint, CHECKPOINT.encode, checkpoint_from_proto)

@@ -6,6 +6,10 @@ monotonic clock. A race is a list of events in some order.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
 from weft_rl.containers import replace
 from weft_rl.contract.errors import (
     LeaseFencedError,
@@ -23,10 +27,20 @@ from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service,
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
+    BeginAnswer,
     Effect,
     EmptyAnswer,
     EventKind,
+    ForgetAnswer,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    RebindAnswer,
+    RegisterAnswer,
+    RetentionAnswer,
+    RollbackAnswer,
     RoutesChanged,
+    SleepAnswer,
+    UncordonAnswer,
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState, is_overdue
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -37,7 +51,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     route_of,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Answer, Failure, Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers import (
     abort,
     lifecycle,
@@ -77,7 +91,7 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         membership.forgive_own_sleep(change, gap)  # a silent process is judged by its own silence
     awake = change.state
     try:
-        _apply(change, event)
+        RULES[type(event)](change, event)
     except WeftError as error:
         change = Change(awake, now)  # a refused request changes nothing
         policy = getattr(event, "policy", BASE_POLICY)
@@ -107,121 +121,50 @@ def _ticket_of(event: events.Event) -> int:
     return int(ticket)
 
 
-def _apply(change: Change, event: events.Event) -> None:
-    """Apply one event; a request is refused by the error that is raised."""
-    match event:
-        case events.Tick():
-            change.state = replace(change.state, tick_at=change.now)
-            membership.find_lost(change)
-            leases.expire_leases(change)
-            sleeps.watch(change)
-            stalls.watch(change)
-            lifecycle.watch_switching(change)
-            lifecycle.watch_deadlines(change)
-            suspects.watch(change)
-            suspects.probe(change)
-            abort.repeat_discards(change)
-            if change.now >= change.state.retire_at:
-                retention.retire(change)
-            adoption.watch(change)
-            catch_up.schedule(change)
-            republishing.watch(change)
-            base_binding.watch_checkpoint(change)
-        case events.CallerGone():
-            _forget_caller(change, event.ticket)
-        case events.AcquirePolicy():
-            leases.acquire(change, event)
-        case events.RenewLease():
-            leases.renew(change, event)
-        case events.ReleasePolicy():
-            leases.release(change, event)
-        case events.DescribeTarget():
-            until = event.deadline, min(event.deadline, event.patience)
-            tickets = {**change.state.target_tickets, event.ticket: until}
-            change.state = replace(change.state, target_tickets=tickets)
-        case events.BeginTransfer():
-            push.begin(change, event)
-        case events.AwaitTransfer():
-            _await_transfer(change, event)
-        case events.AbortTransfer():
-            _abort_transfer(change, event)
-        case events.Register():
-            membership.register(change, event)
-        case events.ReportCheckpoint():
-            base_binding.report_checkpoint(change, event)
-        case events.Heartbeat():
-            membership.heartbeat(change, event)
-        case events.Leave():
-            membership.leave(change, event)
-        case events.ReferenceKnown():
-            base_binding.note_reference(change, event)
-        case events.FitChecked():
-            preflight.fit_checked(change, event)
-        case events.RankAttends():
-            lifecycle.rank_attends(change, event)
-            suspects.rank_attends(change, event)
-        case events.RankGone():
-            lifecycle.rank_gone(change, event)
-        case events.RanksHeard():
-            stalls.heard(change, event)
-        case events.RankPrepared():
-            lifecycle.rank_prepared(change, event)
-        case events.RankLoadDue():
-            lifecycle.rank_load_due(change, event)
-        case events.RankStaged():
-            lifecycle.rank_staged(change, event)
-        case events.RankFailed():
-            lifecycle.rank_failed(change, event)
-        case events.JoinAnswered():
-            if not suspects.join_answered(change, event):
-                lifecycle.join_answered(change, event)
-        case events.LoadAnswered():
-            lifecycle.load_answered(change, event)
-        case events.CommitAnswered():
-            lifecycle.commit_answered(change, event)
-            if event.transfer_id in change.state.history:
-                retention.retire(change)
-        case events.RetireAnswered():
-            retention.retire_answered(change, event)
-        case events.DiscardAnswered():
-            abort.discard_answered(change, event)
-            withdrawals.discard_answered(change, event)
-        case events.LookedUp():
-            catch_up.looked_up(change, event)
-        case events.VersionDescribed():
-            adoption.described(change, event)
-        case events.RollbackPolicy():
-            rollback.ask(change, event)
-        case events.Pin():
-            retention.pin(change, event)
-        case events.RetireVersion():
-            retention.retire_version(change, event)
-        case events.SetRetention():
-            retention.set_retention(change, event)
-        case events.ForgetPolicy():
-            retention.forget(change, event)
-        case events.TakeOutOfService():
-            out_of_service.take_out(change, event)
-        case events.Uncordon():
-            out_of_service.uncordon(change, event)
-        case events.RefuseAnswered():
-            out_of_service.order_answered(change, event)
-        case events.DrainReplica():
-            out_of_service.drain(change, event)
-        case events.SleepRollouts():
-            sleeps.sleep_rollouts(change, event)
-        case events.WakeRollouts():
-            sleeps.wake_rollouts(change, event)
-        case events.SleepReplica():
-            sleeps.sleep_replica(change, event)
-        case events.WakeReplica():
-            sleeps.wake_replica(change, event)
-        case events.SleepAnswered():
-            sleeps.sleep_answered(change, event)
-        case events.WakeAnswered():
-            sleeps.wake_answered(change, event)
-        case events.RebindBase():
-            base_binding.rebind(change, event)
+def _tick(change: Change, _: events.Tick) -> None:
+    change.state = replace(change.state, tick_at=change.now)
+    membership.find_lost(change)
+    leases.expire_leases(change)
+    sleeps.watch(change)
+    stalls.watch(change)
+    lifecycle.watch_switching(change)
+    lifecycle.watch_deadlines(change)
+    suspects.watch(change)
+    suspects.probe(change)
+    abort.repeat_discards(change)
+    if change.now >= change.state.retire_at:
+        retention.retire(change)
+    adoption.watch(change)
+    catch_up.schedule(change)
+    republishing.watch(change)
+    base_binding.watch_checkpoint(change)
+
+
+def _describe_target(change: Change, event: events.DescribeTarget) -> None:
+    until = event.answer_by, min(event.answer_by, event.patience)
+    tickets = {**change.state.target_tickets, event.ticket: until}
+    change.state = replace(change.state, target_tickets=tickets)
+
+
+def _rank_attends(change: Change, event: events.RankAttends) -> None:
+    lifecycle.rank_attends(change, event)
+    suspects.rank_attends(change, event)
+
+
+def _join_answered(change: Change, event: events.JoinAnswered) -> None:
+    if not suspects.join_answered(change, event):
+        lifecycle.join_answered(change, event)
+
+
+def _commit_answered(change: Change, event: events.CommitAnswered) -> None:
+    lifecycle.commit_answered(change, event)
+    if event.transfer_id in change.state.history:
+        retention.retire(change)
+
+
+def _discard_answered(change: Change, event: events.DiscardAnswered) -> None:
+    abort.discard_answered(change, event)
+    withdrawals.discard_answered(change, event)
 
 
 def _schedule_after(change: Change, before: PoolState) -> None:
@@ -301,8 +244,9 @@ def already_committed(version: str) -> NotReadyError:
     )
 
 
-def _forget_caller(change: Change, ticket: int) -> None:
+def _forget_caller(change: Change, event: events.CallerGone) -> None:
     """Cancel a wait; a transfer that nobody waits to begin is not begun."""
+    ticket = event.ticket
     if sleeps.forget_caller(change, ticket):
         return
     if ticket in change.state.target_tickets:
@@ -376,3 +320,80 @@ def _answer_describers(change: Change) -> None:
             left[ticket] = deadline, patience
     if len(left) < len(waiting):
         change.state = replace(change.state, target_tickets=left)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Call that ``step`` decides."""
+
+    call: type[events.Call]
+    """Value of the call, which has the name of its RPC."""
+    rule: Callable[[Change, Any], None]
+    """Function that decides it; the call is refused by the error that it raises."""
+    answer: type[Answer] = EmptyAnswer
+    unread: tuple[str, ...] = ()
+    """Fields of the call's message that its value does not have: they are read before."""
+
+
+#: Calls of operators, trainers and replicas.
+CALLS: Final = (
+    Row(events.AcquirePolicy, leases.acquire, LeaseAnswer),
+    Row(events.RenewLease, leases.renew, LeaseAnswer),
+    Row(events.ReleasePolicy, leases.release),
+    Row(events.DescribeTarget, _describe_target),
+    Row(events.BeginTransfer, push.begin, BeginAnswer, ("require", "timeout", "protocol_revision")),
+    Row(events.AwaitTransfer, _await_transfer, Transfer),
+    Row(events.AbortTransfer, _abort_transfer),
+    Row(events.SleepRollouts, sleeps.sleep_rollouts, SleepAnswer, ("when_running",)),
+    Row(events.WakeRollouts, sleeps.wake_rollouts, SleepAnswer),
+    Row(
+        events.Register,
+        membership.register,
+        RegisterAnswer,
+        ("protocol_revision", "held_versions"),
+    ),
+    Row(events.ReportCheckpoint, base_binding.report_checkpoint),
+    Row(
+        events.Heartbeat,
+        membership.heartbeat,
+        HeartbeatAnswer,
+        ("staged_transfer_ids", "held_versions"),
+    ),
+    Row(events.Leave, membership.leave),
+    Row(events.Rollback, rollback.ask, RollbackAnswer),
+    Row(events.Pin, retention.pin),
+    Row(events.Retire, retention.retire_version),
+    Row(events.SetRetention, retention.set_retention, RetentionAnswer),
+    Row(events.ForgetPolicy, retention.forget, ForgetAnswer),
+    Row(events.Uncordon, out_of_service.uncordon, UncordonAnswer),
+    Row(events.Drain, out_of_service.drain),
+    Row(events.SleepReplica, sleeps.sleep_replica, unread=("when_running",)),
+    Row(events.WakeReplica, sleeps.wake_replica),
+    Row(events.RebindBase, base_binding.rebind, RebindAnswer),
+)
+#: Rules by the kind of event.
+RULES: Final[Mapping[type[events.Event], Callable[[Change, Any], None]]] = {
+    **{row.call: row.rule for row in CALLS},
+    events.Tick: _tick,
+    events.CallerGone: _forget_caller,
+    events.TakeOutOfService: out_of_service.take_out,
+    events.ReferenceKnown: base_binding.note_reference,
+    events.FitChecked: preflight.fit_checked,
+    events.RankAttends: _rank_attends,
+    events.RankGone: lifecycle.rank_gone,
+    events.RanksHeard: stalls.heard,
+    events.RankPrepared: lifecycle.rank_prepared,
+    events.RankLoadDue: lifecycle.rank_load_due,
+    events.RankStaged: lifecycle.rank_staged,
+    events.RankFailed: lifecycle.rank_failed,
+    events.JoinAnswered: _join_answered,
+    events.LoadAnswered: lifecycle.load_answered,
+    events.CommitAnswered: _commit_answered,
+    events.RetireAnswered: retention.retire_answered,
+    events.DiscardAnswered: _discard_answered,
+    events.RefuseAnswered: out_of_service.order_answered,
+    events.SleepAnswered: sleeps.sleep_answered,
+    events.WakeAnswered: sleeps.wake_answered,
+    events.LookedUp: catch_up.looked_up,
+    events.VersionDescribed: adoption.described,
+}

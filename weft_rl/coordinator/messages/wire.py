@@ -11,7 +11,7 @@ from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.problems import Problem, problems
-from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.pool import (
     Lease,
     Policy,
@@ -51,7 +51,7 @@ from weft_rl.rpc.codec import (
     vector_to_proto,
 )
 from weft_rl.schema import MessageCodec, codec, converter
-from weft_rl.v1 import admin_pb2, inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
 # Policies that a replica names which it serves otherwise than the pool.
 _MAX_DIFFERENCES = 16
@@ -78,45 +78,20 @@ _BOUND: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
 DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
 _PROBLEM: Final = codec(Problem, inspect_pb2.Problem, told=["subject"])
 
-ACQUIRE: Final = codec(
-    events.AcquirePolicy, publish_pb2.AcquirePolicyRequest, given=["ticket", "identity"]
+#: Answers whose lease is told beside them.
+_LEASE: Final = ("policy", "lease", "time_to_live")
+ACQUIRED: Final = codec(
+    effects.LeaseAnswer, publish_pb2.AcquirePolicyResponse, given=_LEASE, told=["lease"]
 )
-RENEW: Final = codec(events.RenewLease, publish_pb2.RenewLeaseRequest, given=["ticket"])
-RELEASE: Final = codec(events.ReleasePolicy, publish_pb2.ReleasePolicyRequest, given=["ticket"])
-BEGIN: Final = codec(
-    events.BeginTransfer,
-    publish_pb2.BeginTransferRequest,
-    given=["ticket", "layout", "min_replicas", "deadline", "answer_by", "ids", "recorded"],
-    told=["require", "timeout", "protocol_revision"],
+RENEWED: Final = codec(
+    effects.LeaseAnswer,
+    publish_pb2.RenewLeaseResponse,
+    given=[*_LEASE, "last_version"],
+    told=["lease"],
 )
-BEGIN_ANSWER: Final = codec(
+_BEGUN: Final = codec(
     effects.BeginAnswer, publish_pb2.BeginTransferResponse, given=["group"], told=["group"]
 )
-ABORT: Final = codec(events.AbortTransfer, publish_pb2.AbortTransferRequest, given=["ticket"])
-SLEEP_ROLLOUTS: Final = codec(
-    events.SleepRollouts,
-    publish_pb2.SleepRolloutsRequest,
-    given=["ticket", "aborts", "answer_by"],
-    told=["when_running"],
-)
-REGISTER: Final = codec(
-    events.Register,
-    registry_pb2.RegisterRequest,
-    given=["ticket", "held", "checkpoint"],
-    told=["protocol_revision", "held_versions", "checkpoint"],
-)
-REGISTER_ANSWER: Final = codec(effects.RegisterAnswer, registry_pb2.RegisterResponse)
-HEARTBEAT: Final = codec(
-    events.Heartbeat,
-    registry_pb2.HeartbeatRequest,
-    given=["ticket", "staged", "held"],
-    told=["staged_transfer_ids", "held_versions"],
-)
-HEARTBEAT_ANSWER: Final = codec(effects.HeartbeatAnswer, registry_pb2.HeartbeatResponse)
-ROLLBACK_ANSWER: Final = codec(effects.RollbackAnswer, admin_pb2.RollbackResponse)
-UNCORDON_ANSWER: Final = codec(effects.UncordonAnswer, admin_pb2.UncordonResponse)
-FORGET_ANSWER: Final = codec(effects.ForgetAnswer, admin_pb2.ForgetPolicyResponse)
-REBIND_ANSWER: Final = codec(effects.RebindAnswer, admin_pb2.RebindBaseResponse)
 
 
 def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
@@ -137,7 +112,7 @@ def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
 def begin_to_proto(answer: effects.BeginAnswer) -> publish_pb2.BeginTransferResponse:
     """Encode the answer to BeginTransfer; without a group if the transfer has ended."""
     group = answer.group and group_to_proto(answer.group, answer.group.senders)
-    return BEGIN_ANSWER.encode(answer, group=group)
+    return _BEGUN.encode(answer, group=group)
 
 
 def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:

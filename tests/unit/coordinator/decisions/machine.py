@@ -271,7 +271,7 @@ class Machine:
         ticket = next(self.ids)
         record = self.record(PolicyVersion(policy, to_version))
         ids = TransferIds(f"t{ticket}", ticket, f"g{ticket}", "token", "secret")
-        self.do(events.RollbackPolicy(ticket, policy, to_version, ids, self.now + seconds, record))
+        self.do(events.Rollback(ticket, policy, to_version, ids, self.now + seconds, record))
         return ticket
 
     # -- clones ----------------------------------------------------------------

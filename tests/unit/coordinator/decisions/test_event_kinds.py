@@ -52,7 +52,7 @@ def test_what_was_ordered_is_no_failure() -> None:
     m.do(events.TakeOutOfService(900, "r0", order))
     (ordered,) = [e for e in m.last if isinstance(e, Announce) and e.subject == "r0"]
     assert (ordered.kind, TONE[ordered.kind]) == (EventKind.QUARANTINE_ORDERED, "plain")
-    m.do(events.DrainReplica(901, "r1", 30.0, "maintenance"))
+    m.do(events.Drain(901, "r1", 30.0, "maintenance"))
     for name, kind in (("r1", EventKind.REPLICA_LEFT), ("r2", EventKind.REPLICA_LOST)):
         m.do(events.Leave(902, name, "i1"))
         (left,) = [e for e in m.last if isinstance(e, Announce) and e.subject == name]

@@ -197,7 +197,7 @@ def test_who_sleeps_drains_or_is_cordoned_is_so_by_order() -> None:
     m = _pool("r0", "r1", "r2")
     m.run_to(Phase.COMMITTED)
     _take_out(m, "r0", ReplicaState.CORDONED)
-    m.do(events.DrainReplica(901, "r1", 30.0, "maintenance"))
+    m.do(events.Drain(901, "r1", 30.0, "maintenance"))
     found = _found(m)
     assert [p.message for p in found] == [
         "r0 is cordoned: by an operator: new disk",

@@ -254,7 +254,7 @@ def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
     assert m.value("replicas", state="ready", reason="") == 4
     for name, kind in (("r1", ReplicaState.CORDONED), ("r2", ReplicaState.QUARANTINED)):
         m.do(events.TakeOutOfService(next(m.ids), name, OutOfService(kind, "disk")))
-    m.do(events.DrainReplica(next(m.ids), "r3", 60.0, "new kernel"))
+    m.do(events.Drain(next(m.ids), "r3", 60.0, "new kernel"))
     m.do(
         events.Heartbeat(
             0, "r0", "i1", ReplicaReport(version_vector=m.state.vector, refusing="it starts")

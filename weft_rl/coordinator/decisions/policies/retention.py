@@ -80,7 +80,7 @@ def serve(change: Change, policy: Policy, version: int) -> None:
 
 def pin(change: Change, event: events.Pin) -> None:
     """Pin a version or let it go; doing so twice is no error."""
-    version = PolicyVersion(event.policy, event.version)
+    version = event.version
     transfers = change.state.transfers.values()
     policy = known_policy(change.state, version, event.recorded)
     if event.pinned and policy.kind is PolicyKind.BASE:
@@ -130,9 +130,9 @@ def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
     return is_new and transfer.may_be_undone
 
 
-def retire_version(change: Change, event: events.RetireVersion) -> None:
+def retire_version(change: Change, event: events.Retire) -> None:
     """Retire an adapter version at an operator's order; doing so twice is no error."""
-    version = PolicyVersion(event.policy, event.version)
+    version = event.version
     policy = known_policy(change.state, version, event.recorded)
     if policy.kind is PolicyKind.BASE:
         raise UnsupportedError(

@@ -130,7 +130,7 @@ class Rollback(Purpose):
             change.announce(EventKind.ROLLBACK_FAILED, str(version), failure.message)
 
 
-def ask(change: Change, event: events.RollbackPolicy) -> None:
+def ask(change: Change, event: events.Rollback) -> None:
     """Accept a rollback, to wait for its turn; or refuse it at once."""
     version = PolicyVersion(event.policy, event.to_version)
     policy = known_policy(change.state, version, event.recorded)

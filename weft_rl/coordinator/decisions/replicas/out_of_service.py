@@ -162,15 +162,15 @@ def _tell(change: Change, replica_id: str, before: str) -> None:
 MAX_DRAIN_SECONDS = 86_400.0
 
 
-def drain(change: Change, event: events.DrainReplica) -> None:
+def drain(change: Change, event: events.Drain) -> None:
     """Let a replica leave; its process learns of it with its next heartbeat."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None:
         raise unknown_replica(event.replica_id)
-    if not 0.0 <= event.seconds <= MAX_DRAIN_SECONDS:
+    if not 0.0 <= event.timeout_seconds <= MAX_DRAIN_SECONDS:
         raise InvalidRequestError(f"timeout must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds")
     reason = ": ".join(filter(None, ["by an operator", event.reason]))
-    note = DrainNote(event.seconds, reason)
+    note = DrainNote(event.timeout_seconds, reason)
     change.put_replica(replace(replica, drain=updated_drain(replica, note, change.now)))
     change.reply(event.ticket, EmptyAnswer())
 

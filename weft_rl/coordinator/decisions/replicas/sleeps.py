@@ -73,7 +73,7 @@ def sleep_replica(change: Change, event: events.SleepReplica) -> None:
     if event.replica_id not in change.state.replicas:
         raise unknown_replica(event.replica_id)
     order = StandingSleepOrder(
-        trainer_id="", level=event.level, aborts=event.aborts, seconds=event.seconds
+        trainer_id="", level=event.level, aborts=event.aborts, seconds=event.timeout_seconds
     )
     _sleep(change, event.ticket, [event.replica_id], order, event.answer_by)
 

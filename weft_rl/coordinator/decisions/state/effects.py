@@ -17,6 +17,9 @@ from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
+    Answer as Answer,
+)
+from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
     Failure,
@@ -24,183 +27,161 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
 )
 
+
+class Effect:
+    """Something to be done."""
+
+
+@dataclass(frozen=True)
+class Save(Effect):
+    """Change of the catalog."""
+
+    durable: bool = field(default=True, kw_only=True)
+    """False where a restart would come to the same end by itself: it is then written with the
+    next durable save or tick."""
+
+
 # -- saves to the catalog: one transaction for all saves of a batch -------------
 
 
 @dataclass(frozen=True)
-class SavePool:
+class SavePool(Save):
     """Base model that the pool is bound to; empty where an operator let go of it."""
 
     fingerprint: str
     architecture: str
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SavePoolId:
+class SavePoolId(Save):
     """Identity of the pool; see pool_identity.py."""
 
     pool_id: str
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveGeneration:
+class SaveGeneration(Save):
     """Generation above those of later coordinators that replicas have heard of."""
 
     generation: int
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveNumberFloor:
+class SaveNumberFloor(Save):
     """Number above which numbers of policies begin that the catalog does not know."""
 
     number_floor: int
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveCheckpoint:
+class SaveCheckpoint(Save):
     """Checkpoint that base@0 is from now on; SavePool forgets it."""
 
     checkpoint: BoundCheckpoint
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveAsStarted:
+class SaveAsStarted(Save):
     """Content of a pushed base that holds the bytes of base@0; SavePool forgets it."""
 
     content: bytes
-    durable: bool = False
+    durable: bool = field(default=False, kw_only=True)
     """False, since replicas tell it again."""
 
 
 @dataclass(frozen=True)
-class SaveEpoch:
+class SaveEpoch(Save):
     """Epoch of the newest group, or the number of an operator's order since."""
 
     epoch: int
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SavePolicy:
+class SavePolicy(Save):
     """Counters, alias, owner and lease of a policy."""
 
     policy: Policy
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SavePolicyDropped:
+class SavePolicyDropped(Save):
     """Removal of a policy that never had a version; tokens of new ones begin above a floor."""
 
     name: str
     token_floor: int
-    durable: bool = False
+    durable: bool = field(default=False, kw_only=True)
     """False, since a policy that is still there after a restart is dropped again."""
 
 
 @dataclass(frozen=True)
-class SaveVersion:
+class SaveVersion(Save):
     """Whole record of a version."""
 
     record: VersionRecord
-    durable: bool = True
-    """False where a restart would come to the same end by itself. The record is then written
-    with the next durable save or tick."""
 
 
 @dataclass(frozen=True)
-class SaveRetired:
+class SaveRetired(Save):
     """Committed version that is no longer held."""
 
     version: PolicyVersion
-    durable: bool = False
+    durable: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
-class SaveCommitted:
+class SaveCommitted(Save):
     """Retired version that is served again."""
 
     version: PolicyVersion
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SavePin:
+class SavePin(Save):
     """Pin of a version, which must not be retired, or its removal."""
 
     version: PolicyVersion
     pinned: bool
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveOutOfService:
+class SaveOutOfService(Save):
     """Order that keeps a replica out of service; None where it is over."""
 
     replica_id: str
     order: OutOfService | None
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveLeaseEnded:
+class SaveLeaseEnded(Save):
     """End of the lease of a policy, whose owner stays its last one."""
 
     name: str
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveSleep:
+class SaveSleep(Save):
     """Order to a replica to sleep; None where it is over."""
 
     replica_id: str
     order: StandingSleepOrder | None
-    durable: bool = True
 
 
 @dataclass(frozen=True)
-class SaveEvent:
+class SaveEvent(Save):
     """Event that outlives the coordinator; see ``event_kinds``."""
 
     time: float
     """Seconds since 1970."""
     event: Announce
-    durable: bool = False
+    durable: bool = field(default=False, kw_only=True)
     """False, since nothing is decided by it."""
-
-
-Save = (
-    SavePool
-    | SavePoolId
-    | SaveGeneration
-    | SaveNumberFloor
-    | SaveCheckpoint
-    | SaveAsStarted
-    | SaveEpoch
-    | SavePolicy
-    | SavePolicyDropped
-    | SaveVersion
-    | SaveRetired
-    | SaveCommitted
-    | SavePin
-    | SaveOutOfService
-    | SaveLeaseEnded
-    | SaveSleep
-    | SaveEvent
-)
 
 
 # -- answers to waiting calls ----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LeaseAnswer:
+class LeaseAnswer(Answer):
     """Answer to AcquirePolicy and RenewLease."""
 
     policy: str
@@ -213,7 +194,7 @@ class LeaseAnswer:
 
 
 @dataclass(frozen=True)
-class BeginAnswer:
+class BeginAnswer(Answer):
     """Answer to BeginTransfer; ``group`` is None when the transfer has ended."""
 
     transfer_id: str
@@ -224,7 +205,7 @@ class BeginAnswer:
 
 
 @dataclass(frozen=True)
-class RegisterAnswer:
+class RegisterAnswer(Answer):
     """Answer to Register."""
 
     heartbeat_interval_seconds: float
@@ -242,7 +223,7 @@ class RegisterAnswer:
 
 
 @dataclass(frozen=True)
-class HeartbeatAnswer:
+class HeartbeatAnswer(Answer):
     """Answer to Heartbeat."""
 
     ready: bool
@@ -276,7 +257,7 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True)
-class UncordonAnswer:
+class UncordonAnswer(Answer):
     """Answer to Uncordon: the replica's state, if it is in the pool, and the reason for it."""
 
     state: ReplicaState | None
@@ -284,7 +265,7 @@ class UncordonAnswer:
 
 
 @dataclass(frozen=True)
-class RollbackAnswer:
+class RollbackAnswer(Answer):
     """Answer to Rollback."""
 
     version: PolicyVersion
@@ -294,56 +275,40 @@ class RollbackAnswer:
 
 
 @dataclass(frozen=True)
-class RebindAnswer:
+class RebindAnswer(Answer):
     """Answer to RebindBase."""
 
     retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
-class ForgetAnswer:
+class ForgetAnswer(Answer):
     """Answer to ForgetPolicy."""
 
     retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
-class RetentionAnswer:
+class RetentionAnswer(Answer):
     """Answer to SetRetention."""
 
     num_versions: int
 
 
 @dataclass(frozen=True)
-class SleepAnswer:
+class SleepAnswer(Answer):
     """Answer to orders to sleep and to wake: the replicas that have done so."""
 
     replica_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class EmptyAnswer:
+class EmptyAnswer(Answer):
     """Answer to calls that return nothing."""
 
 
-Answer = (
-    LeaseAnswer
-    | BeginAnswer
-    | RegisterAnswer
-    | HeartbeatAnswer
-    | RollbackAnswer
-    | RebindAnswer
-    | ForgetAnswer
-    | RetentionAnswer
-    | SleepAnswer
-    | UncordonAnswer
-    | Transfer
-    | EmptyAnswer
-)
-
-
 @dataclass(frozen=True)
-class Reply:
+class Reply(Effect):
     """Answer to a call, by its ticket."""
 
     ticket: int
@@ -351,7 +316,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class Refuse(Effect):
     """Failure of a call, by its ticket."""
 
     ticket: int
@@ -362,14 +327,14 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class OpenGroup:
+class OpenGroup(Effect):
     """Opening of a group's store and streams to its members."""
 
     group: Group
 
 
 @dataclass(frozen=True)
-class DropGroup:
+class DropGroup(Effect):
     """End of a group's store and streams."""
 
     group_id: str
@@ -379,7 +344,7 @@ class DropGroup:
 
 
 @dataclass(frozen=True)
-class SendPrepare:
+class SendPrepare(Effect):
     """Message to every receiver of the group: prepare for a transfer."""
 
     group_id: str
@@ -388,7 +353,7 @@ class SendPrepare:
 
 
 @dataclass(frozen=True)
-class SendStart:
+class SendStart(Effect):
     """Message to every rank of the group: start; verified buckets are counted from here."""
 
     group_id: str
@@ -399,7 +364,7 @@ class SendStart:
 
 
 @dataclass(frozen=True)
-class SendReform:
+class SendReform(Effect):
     """Message to each sender of a group that is about to be dropped: resume in another."""
 
     group_id: str
@@ -409,7 +374,7 @@ class SendReform:
 
 
 @dataclass(frozen=True)
-class SendAbort:
+class SendAbort(Effect):
     """Message to every rank of the group that attends: abort."""
 
     group_id: str
@@ -417,14 +382,18 @@ class SendAbort:
     failure: Failure
 
 
-GroupEffect = OpenGroup | DropGroup | SendPrepare | SendStart | SendReform | SendAbort
-
-
 # -- calls to replicas; their answers come back as events -----------------------
 
 
+class ReplicaCall(Effect):
+    """Order to a replica."""
+
+    replica_id: str
+    address: str
+
+
 @dataclass(frozen=True)
-class CallJoin:
+class CallJoin(ReplicaCall):
     """Call of JoinGroup; ``first_rank`` is that of the replica's receiver 0."""
 
     transfer_id: str
@@ -435,7 +404,7 @@ class CallJoin:
 
 
 @dataclass(frozen=True)
-class CallLoad:
+class CallLoad(ReplicaCall):
     """Call of LoadTransfer; answered as LoadAnswered."""
 
     transfer_id: str
@@ -446,7 +415,7 @@ class CallLoad:
 
 
 @dataclass(frozen=True)
-class CallCommit:
+class CallCommit(ReplicaCall):
     """Call of CommitTransfer."""
 
     transfer_id: str
@@ -462,7 +431,7 @@ class CallCommit:
 
 
 @dataclass(frozen=True)
-class CallSend:
+class CallSend(ReplicaCall):
     """Call of SendVersion at the source of a clone; a failure is answered as JoinAnswered."""
 
     transfer_id: str
@@ -475,7 +444,7 @@ class CallSend:
 
 
 @dataclass(frozen=True)
-class CallSwitch:
+class CallSwitch(ReplicaCall):
     """Call of SwitchVersion; answered as CommitAnswered."""
 
     transfer_id: str
@@ -486,7 +455,7 @@ class CallSwitch:
 
 
 @dataclass(frozen=True)
-class CallRestore:
+class CallRestore(ReplicaCall):
     """Call of SwitchVersion to a version in the replica's spill directory.
 
     Answered as CommitAnswered.
@@ -505,7 +474,7 @@ class CallRestore:
 
 
 @dataclass(frozen=True)
-class CallDiscard:
+class CallDiscard(ReplicaCall):
     """Call of DiscardTransfer; repeated until it is answered."""
 
     transfer_id: str
@@ -514,7 +483,7 @@ class CallDiscard:
 
 
 @dataclass(frozen=True)
-class CallRefuse:
+class CallRefuse(ReplicaCall):
     """Call of RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
 
     replica_id: str
@@ -525,7 +494,7 @@ class CallRefuse:
 
 
 @dataclass(frozen=True)
-class CallSleep:
+class CallSleep(ReplicaCall):
     """Call of Sleep; answered as SleepAnswered."""
 
     replica_id: str
@@ -540,7 +509,7 @@ class CallSleep:
 
 
 @dataclass(frozen=True)
-class CallWake:
+class CallWake(ReplicaCall):
     """Call of WakeUp; answered as WakeAnswered."""
 
     replica_id: str
@@ -550,7 +519,7 @@ class CallWake:
 
 
 @dataclass(frozen=True)
-class CallRetire:
+class CallRetire(ReplicaCall):
     """Call of RetireVersions."""
 
     replica_id: str
@@ -564,32 +533,17 @@ class CallRetire:
 
 
 @dataclass(frozen=True)
-class CloseChannel:
+class CloseChannel(Effect):
     """Notice that no call will go to this address again for a while."""
 
     address: str
-
-
-ReplicaCall = (
-    CallJoin
-    | CallLoad
-    | CallCommit
-    | CallSend
-    | CallSwitch
-    | CallRestore
-    | CallDiscard
-    | CallRefuse
-    | CallSleep
-    | CallWake
-    | CallRetire
-)
 
 
 # -- questions to answer first; the answers come back as events ------------------
 
 
 @dataclass(frozen=True)
-class CheckFit:
+class CheckFit(Effect):
     """Preflight of a layout against one kind of replica; answered as FitChecked."""
 
     key: FitKey
@@ -598,7 +552,7 @@ class CheckFit:
 
 
 @dataclass(frozen=True)
-class LookUp:
+class LookUp(Effect):
     """Look-up of what is needed to bring a version to a replica; answered as LookedUp."""
 
     replica_id: str
@@ -609,7 +563,7 @@ class LookUp:
 
 
 @dataclass(frozen=True)
-class DescribeVersion:
+class DescribeVersion(Effect):
     """Request for what the catalog is to record of a version; answered as HeldDescribed."""
 
     replica_id: str
@@ -617,9 +571,6 @@ class DescribeVersion:
     address: str
     version: PolicyVersion
     digest: bytes
-
-
-Query = CheckFit | LookUp | DescribeVersion
 
 
 # -- announcements ---------------------------------------------------------------
@@ -679,7 +630,7 @@ class EventKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Announce:
+class Announce(Effect):
     """Line of the log and of WatchEvents."""
 
     kind: EventKind
@@ -690,20 +641,7 @@ class Announce:
 
 
 @dataclass(frozen=True)
-class RoutesChanged:
+class RoutesChanged(Effect):
     """Notification of the watchers of the routes that these replicas have changed."""
 
     replica_ids: tuple[str, ...]
-
-
-Effect = (
-    Save
-    | Reply
-    | Refuse
-    | GroupEffect
-    | ReplicaCall
-    | CloseChannel
-    | Query
-    | Announce
-    | RoutesChanged
-)

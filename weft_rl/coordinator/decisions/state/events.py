@@ -16,6 +16,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
 from weft_rl.contract.replica_report import ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
@@ -30,14 +31,25 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
 )
 
+
+class Event:
+    """Something that the coordinator decides on."""
+
+
+@dataclass(frozen=True)
+class Call(Event):
+    """Call that waits for an answer: its value bears the fields of its message."""
+
+    ticket: int
+
+
 # -- requests of trainers -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class AcquirePolicy:
+class AcquirePolicy(Call):
     """Trainer's request for a policy's lease."""
 
-    ticket: int
     trainer_id: str
     session_id: str
     policy: str
@@ -61,10 +73,9 @@ class AcquirePolicy:
 
 
 @dataclass(frozen=True)
-class RenewLease:
+class RenewLease(Call):
     """Trainer's request for more time of its lease."""
 
-    ticket: int
     policy: str
     fencing_token: int
     session_id: str = ""
@@ -74,10 +85,9 @@ class RenewLease:
 
 
 @dataclass(frozen=True)
-class ReleasePolicy:
+class ReleasePolicy(Call):
     """Trainer's request to give its lease back."""
 
-    ticket: int
     policy: str
     fencing_token: int
     session_id: str = ""
@@ -85,20 +95,18 @@ class ReleasePolicy:
 
 
 @dataclass(frozen=True)
-class DescribeTarget:
-    """Trainer's request for a description of the pool; waits until ``deadline``, for replicas that
-    have not described their base beside others until ``patience`` alone."""
+class DescribeTarget(Call):
+    """Trainer's request for a description of the pool; waits until ``answer_by``, for replicas
+    that have not described their base beside others until ``patience`` alone."""
 
-    ticket: int
-    deadline: float
+    answer_by: float
     patience: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeginTransfer:
+class BeginTransfer(Call):
     """Trainer's request to push a version."""
 
-    ticket: int
     request_id: str
     policy: str
     fencing_token: int
@@ -125,18 +133,16 @@ class BeginTransfer:
 
 
 @dataclass(frozen=True)
-class AwaitTransfer:
+class AwaitTransfer(Call):
     """Trainer's request to wait for a transfer's end."""
 
-    ticket: int
     transfer_id: str
 
 
 @dataclass(frozen=True)
-class AbortTransfer:
+class AbortTransfer(Call):
     """Trainer's request to give a transfer of its policy up."""
 
-    ticket: int
     transfer_id: str
     policy: str
     fencing_token: int
@@ -146,10 +152,9 @@ class AbortTransfer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SleepRollouts:
+class SleepRollouts(Call):
     """Request of the owner of the base's lease to put the replicas on its GPUs to sleep."""
 
-    ticket: int
     fencing_token: int
     session_id: str
     gpu_uuids: frozenset[str]
@@ -162,36 +167,21 @@ class SleepRollouts:
 
 
 @dataclass(frozen=True)
-class WakeRollouts:
+class WakeRollouts(Call):
     """Request of the owner of the base's lease to wake what it has put to sleep."""
 
-    ticket: int
     fencing_token: int
     session_id: str
     answer_by: float
-
-
-TrainerEvent = (
-    AcquirePolicy
-    | RenewLease
-    | ReleasePolicy
-    | DescribeTarget
-    | BeginTransfer
-    | AwaitTransfer
-    | AbortTransfer
-    | SleepRollouts
-    | WakeRollouts
-)
 
 
 # -- events that replicas report of themselves ------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Register:
+class Register(Call):
     """Registration of a replica."""
 
-    ticket: int
     replica_id: str
     incarnation: str
     address: str
@@ -215,20 +205,18 @@ class Register:
 
 
 @dataclass(frozen=True)
-class ReportCheckpoint:
+class ReportCheckpoint(Call):
     """Report of the checkpoint that a replica was started with, once it is read."""
 
-    ticket: int
     replica_id: str
     incarnation: str
     checkpoint: Checkpoint
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(Call):
     """Heartbeat of a replica."""
 
-    ticket: int
     replica_id: str
     incarnation: str
     report: ReplicaReport
@@ -240,16 +228,15 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Call):
     """Departure of a replica."""
 
-    ticket: int
     replica_id: str
     incarnation: str
 
 
 @dataclass(frozen=True)
-class ReferenceKnown:
+class ReferenceKnown(Event):
     """Notice that the tensors of the base model of that fingerprint are known."""
 
     fingerprint: str
@@ -259,14 +246,11 @@ class ReferenceKnown:
     """``Capabilities.reference_digest`` of the replica that described it."""
 
 
-ReplicaEvent = Register | ReportCheckpoint | Heartbeat | Leave | ReferenceKnown
-
-
 # -- messages of the ranks of a side group, on their streams ----------------------
 
 
 @dataclass(frozen=True)
-class RankAttends:
+class RankAttends(Event):
     """Opening of a rank's stream."""
 
     group_id: str
@@ -274,7 +258,7 @@ class RankAttends:
 
 
 @dataclass(frozen=True)
-class RankGone:
+class RankGone(Event):
     """End of a rank's stream, broken or closed."""
 
     group_id: str
@@ -283,7 +267,7 @@ class RankGone:
 
 
 @dataclass(frozen=True)
-class RanksHeard:
+class RanksHeard(Event):
     """Reports of the ranks of a group on their work since the last tick."""
 
     group_id: str
@@ -296,7 +280,7 @@ class RanksHeard:
 
 
 @dataclass(frozen=True)
-class RankPrepared:
+class RankPrepared(Event):
     """Report of a receiver that it is ready for a transfer's bytes."""
 
     group_id: str
@@ -307,7 +291,7 @@ class RankPrepared:
 
 
 @dataclass(frozen=True)
-class RankLoadDue:
+class RankLoadDue(Event):
     """Request of a receiver that its replica load what it has received."""
 
     group_id: str
@@ -316,7 +300,7 @@ class RankLoadDue:
 
 
 @dataclass(frozen=True)
-class RankStaged:
+class RankStaged(Event):
     """Report of a rank that it has sent or verified everything."""
 
     group_id: str
@@ -326,7 +310,7 @@ class RankStaged:
 
 
 @dataclass(frozen=True)
-class RankFailed:
+class RankFailed(Event):
     """Report of a rank that it cannot continue its transfer."""
 
     group_id: str
@@ -336,19 +320,13 @@ class RankFailed:
     message: str
 
 
-RankEvent = (
-    RankAttends | RankGone | RanksHeard | RankPrepared | RankLoadDue | RankStaged | RankFailed
-)
-
-
 # -- orders of operators ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RollbackPolicy:
+class Rollback(Call):
     """Operator's order to serve a former version again."""
 
-    ticket: int
     policy: str
     to_version: int
     ids: TransferIds
@@ -358,127 +336,100 @@ class RollbackPolicy:
 
 
 @dataclass(frozen=True)
-class Pin:
+class Pin(Call):
     """Operator's order to keep a version, or to let it go."""
 
-    ticket: int
-    policy: str
-    version: int
+    version: PolicyVersion
     pinned: bool
     recorded: VersionRecord | None
     """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
-class RetireVersion:
+class Retire(Call):
     """Operator's order to retire an adapter version now."""
 
-    ticket: int
-    policy: str
-    version: int
+    version: PolicyVersion
     recorded: VersionRecord | None
     """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
-class SetRetention:
+class SetRetention(Call):
     """Operator's order on how many of the newest versions of an adapter to keep."""
 
-    ticket: int
     policy: str
     num_versions: int
     """Number of versions to keep; 0 for as many as the coordinator was started with."""
 
 
 @dataclass(frozen=True)
-class ForgetPolicy:
+class ForgetPolicy(Call):
     """Operator's order to end a policy."""
 
-    ticket: int
     policy: str
     force: bool
     """True if its owner's lease, and what the owner is pushing, end with it."""
 
 
 @dataclass(frozen=True)
-class TakeOutOfService:
+class TakeOutOfService(Call):
     """Operator's order to take a replica out of service."""
 
-    ticket: int
     replica_id: str
     order: OutOfService
 
 
 @dataclass(frozen=True)
-class Uncordon:
+class Uncordon(Call):
     """Operator's order to put a replica back into service."""
 
-    ticket: int
     replica_id: str
 
 
 @dataclass(frozen=True)
-class DrainReplica:
+class Drain(Call):
     """Operator's order to let a replica leave."""
 
-    ticket: int
     replica_id: str
-    seconds: float
-    reason: str
+    timeout_seconds: float = 300.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class SleepReplica:
+class SleepReplica(Call):
     """Operator's order to put a replica to sleep."""
 
-    ticket: int
     replica_id: str
     aborts: bool
     """True if running requests are aborted, rather than finished."""
-    seconds: float
+    timeout_seconds: float = DEFAULT_REQUESTS_SECONDS
     """Seconds that running requests may take to end."""
-    answer_by: float
-    level: int = 1
+    answer_by: float = float("inf")
+    level: int = field(default=1, metadata={"unset": 1})
 
 
 @dataclass(frozen=True)
-class WakeReplica:
+class WakeReplica(Call):
     """Operator's order to wake a replica."""
 
-    ticket: int
     replica_id: str
     answer_by: float
 
 
 @dataclass(frozen=True)
-class RebindBase:
+class RebindBase(Call):
     """Operator's order to let go of the pool's base model."""
 
-    ticket: int
     base_fingerprint: str
     """The fingerprint of the base that is to be let go of."""
-
-
-OperatorEvent = (
-    RollbackPolicy
-    | Pin
-    | RetireVersion
-    | SetRetention
-    | ForgetPolicy
-    | TakeOutOfService
-    | Uncordon
-    | DrainReplica
-    | SleepReplica
-    | WakeReplica
-    | RebindBase
-)
 
 
 # -- outcomes of effects that call replicas, or look something up ------------------
 
 
 @dataclass(frozen=True)
-class FitChecked:
+class FitChecked(Event):
     """Answer of preflight; ``failure`` is None where the version fits."""
 
     key: FitKey
@@ -486,7 +437,7 @@ class FitChecked:
 
 
 @dataclass(frozen=True)
-class JoinAnswered:
+class JoinAnswered(Event):
     """Outcome of telling a replica to join a group."""
 
     transfer_id: str
@@ -495,7 +446,7 @@ class JoinAnswered:
 
 
 @dataclass(frozen=True)
-class LoadAnswered:
+class LoadAnswered(Event):
     """Outcome of telling a replica to load a base in place, as it comes."""
 
     transfer_id: str
@@ -504,7 +455,7 @@ class LoadAnswered:
 
 
 @dataclass(frozen=True)
-class CommitAnswered:
+class CommitAnswered(Event):
     """Outcome of an order to serve a version: ``vector`` is set, or ``failure`` says why not."""
 
     transfer_id: str
@@ -520,7 +471,7 @@ class CommitAnswered:
 
 
 @dataclass(frozen=True)
-class RetireAnswered:
+class RetireAnswered(Event):
     """Report of a replica on what it still holds."""
 
     replica_id: str
@@ -529,7 +480,7 @@ class RetireAnswered:
 
 
 @dataclass(frozen=True)
-class DiscardAnswered:
+class DiscardAnswered(Event):
     """Report of a replica that it has discarded a transfer.
 
     It holds no staged bytes of the transfer, carries out no order of it any more, and serves
@@ -543,7 +494,7 @@ class DiscardAnswered:
 
 
 @dataclass(frozen=True)
-class RefuseAnswered:
+class RefuseAnswered(Event):
     """Report of a replica on the refusal of requests that it enforces, by which order."""
 
     replica_id: str
@@ -553,7 +504,7 @@ class RefuseAnswered:
 
 
 @dataclass(frozen=True)
-class SleepAnswered:
+class SleepAnswered(Event):
     """Report of a replica that it sleeps, or why not."""
 
     replica_id: str
@@ -563,7 +514,7 @@ class SleepAnswered:
 
 
 @dataclass(frozen=True)
-class WakeAnswered:
+class WakeAnswered(Event):
     """Report of a replica that it is awake, or why not."""
 
     replica_id: str
@@ -574,7 +525,7 @@ class WakeAnswered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookedUp:
+class LookedUp(Event):
     """Result of a look-up: facts to bring ``version`` from ``source_id`` (maybe the replica)."""
 
     replica_id: str
@@ -588,7 +539,7 @@ class LookedUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersionDescribed:
+class VersionDescribed(Event):
     """Facts that a replica tells of a version unknown to the catalog, or why it cannot."""
 
     replica_id: str
@@ -601,31 +552,11 @@ class VersionDescribed:
     """Record that the catalog has of the version now."""
 
 
-AnswerEvent = (
-    FitChecked
-    | JoinAnswered
-    | LoadAnswered
-    | CommitAnswered
-    | RetireAnswered
-    | DiscardAnswered
-    | RefuseAnswered
-    | SleepAnswered
-    | WakeAnswered
-    | LookedUp
-    | VersionDescribed
-)
-
-
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Passage of time."""
 
 
 @dataclass(frozen=True)
-class CallerGone:
+class CallerGone(Call):
     """Cancellation of a waiting call."""
-
-    ticket: int
-
-
-Event = Tick | CallerGone | TrainerEvent | ReplicaEvent | RankEvent | OperatorEvent | AnswerEvent

@@ -50,6 +50,10 @@ class ReplicaState(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+class Answer:
+    """Answer to a waiting call."""
+
+
 class Phase(enum.IntEnum):
     """Phase of a transfer; WAITING and FORMING are both FORMING on the wire."""
 

@@ -22,7 +22,7 @@ def _pushed(times: int, *replica_ids: str) -> Machine:
 def _pin(m: Machine, version: int, *, pinned: bool = True) -> int:
     ticket = next(m.ids)
     record = m.record(PolicyVersion("base", version))
-    m.do(events.Pin(ticket, "base", version, pinned, record))
+    m.do(events.Pin(ticket, PolicyVersion("base", version), pinned, record))
     return ticket
 
 
@@ -99,7 +99,7 @@ def test_a_clone_and_a_rollback_wait_as_well() -> None:
     m.do(events.Leave(0, "r1", "i1"))
     ids = TransferIds("t-back", 1, "g", "token", "secret")
     record = m.record(PolicyVersion("base", 1))
-    m.do(events.RollbackPolicy(next(m.ids), "base", 1, ids, m.now + 60, record))
+    m.do(events.Rollback(next(m.ids), "base", 1, ids, m.now + 60, record))
     assert m.state.transfers["t-back"].phase is Phase.WAITING
     _obey(m, "r0", 1)
     assert m.state.transfers["t-back"].phase is Phase.COMMITTING

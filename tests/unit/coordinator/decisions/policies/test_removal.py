@@ -215,7 +215,7 @@ def test_the_base_stays_and_the_ways_out_are_named() -> None:
 
 def test_pins_and_retention_end_with_it() -> None:
     m = _pushed("r0")
-    m.do(events.Pin(next(m.ids), "math", 1, True, m.record(_v("math@1"))))
+    m.do(events.Pin(next(m.ids), PolicyVersion("math", 1), True, m.record(_v("math@1"))))
     m.do(events.SetRetention(next(m.ids), "math", 9))
     m.answer(_forget(m))
     assert effects.SavePin(_v("math@1"), False) in m.last

@@ -123,7 +123,7 @@ def test_a_base_is_superseded_by_the_next() -> None:
 def _retire_now(m: Machine, version: int, policy: str = "math") -> int:
     ticket = next(m.ids)
     record = m.record(PolicyVersion(policy, version))
-    m.do(events.RetireVersion(ticket, policy, version, record))
+    m.do(events.Retire(ticket, PolicyVersion(policy, version), record))
     return ticket
 
 
@@ -141,7 +141,7 @@ def test_what_an_operator_cannot_retire() -> None:
     m = _after(2)
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
-    m.do(events.Pin(0, "math", 1, True, m.record(PolicyVersion("math", 1))))
+    m.do(events.Pin(0, PolicyVersion("math", 1), True, m.record(PolicyVersion("math", 1))))
     for version, policy, reason in (
         (1, "math", "VERSION_IN_USE"),
         (2, "math", "VERSION_IN_USE"),
@@ -171,10 +171,10 @@ def test_a_new_retention_keeps_what_the_pool_may_go_back_to(rolls_back: bool) ->
     m = _after(1, retain_versions=1)
     if rolls_back:
         record = m.record(PolicyVersion("math", 1))
-        m.do(events.Pin(0, "math", 1, True, record))
+        m.do(events.Pin(0, PolicyVersion("math", 1), True, record))
         m.run_to(Phase.COMMITTED)
         m.answer_commits(m.roll_back("math", 1))
-        m.do(events.Pin(0, "math", 1, False, record))
+        m.do(events.Pin(0, PolicyVersion("math", 1), False, record))
         ticket = m.roll_back("math", 2)
     else:
         ticket = m.run_to(Phase.COMMITTING)

@@ -287,7 +287,7 @@ def test_a_policy_changes_once_at_a_time_whichever_replicas_are_concerned(policy
     m.run_to(Phase.COMMITTED, policy)
     r0 = m.state.replicas["r0"]
     first = m.run_to(Phase.STAGING, policy)
-    m.do(events.DrainReplica(0, "r0", 60.0, ""))
+    m.do(events.Drain(0, "r0", 60.0, ""))
     m.register("r1", vector=r0.vector, retained=r0.retained)
     second = m.begin(policy)
     back = m.roll_back(policy, 1)

@@ -326,7 +326,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     if order == "cordon":
         m.do(events.TakeOutOfService(0, name, OutOfService(ReplicaState.CORDONED, "")))
     else:
-        m.do(events.DrainReplica(0, name, 60.0, ""))
+        m.do(events.Drain(0, name, 60.0, ""))
     ended = name == "r1"
     assert m.transfer(clone).phase is (Phase.ABORTED if ended else Phase.STAGING)
     m.pass_time(5)

@@ -211,10 +211,10 @@ def test_an_adapter_does_not_go_back_to_what_nobody_holds() -> None:
 
 def test_nobody_is_told_to_roll_back_to_nothing() -> None:
     m = _pushed("math", 1)
-    m.do(events.RetireVersion(77, "math", 1, m.record(PolicyVersion("math", 1))))
+    m.do(events.Retire(77, PolicyVersion("math", 1), m.record(PolicyVersion("math", 1))))
     assert "push a newer version first" in m.error(77).message
     m.run_to(Phase.COMMITTED)
-    m.do(events.RetireVersion(78, "math", 2, m.record(PolicyVersion("math", 2))))
+    m.do(events.Retire(78, PolicyVersion("math", 2), m.record(PolicyVersion("math", 2))))
     assert "push a newer version or roll back to 1 first" in m.error(78).message
 
 
@@ -242,7 +242,7 @@ def test_a_replica_that_leaves_meanwhile_is_not_waited_for() -> None:
 def _pin(m: Machine, policy: str, version: int, pinned: bool = True) -> int:
     ticket = next(m.ids)
     record = m.record(PolicyVersion(policy, version))
-    m.do(events.Pin(ticket, policy, version, pinned, record))
+    m.do(events.Pin(ticket, PolicyVersion(policy, version), pinned, record))
     return ticket
 
 

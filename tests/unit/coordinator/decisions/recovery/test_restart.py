@@ -122,7 +122,7 @@ def test_what_is_rolled_forward_does_not_overtake_a_rollback() -> None:
     m.acquire("code")
     push = m.run_to(Phase.STAGING, "code")
     ids = TransferIds("t-back", 0, "g", "token", "secret")
-    m.do(events.RollbackPolicy(next(m.ids), "math", 1, ids, m.now + 60, first))
+    m.do(events.Rollback(next(m.ids), "math", 1, ids, m.now + 60, first))
     _beat(m, "r0", {f"t{ticket}": record})
     m.stage_all(push)
     m.answer_commits(push)

@@ -71,7 +71,7 @@ def test_rebinding_retires_what_was_served_and_keeps_the_numbers() -> None:
         m.acquire(policy)
         for _ in range(2):
             m.run_to(Phase.COMMITTED, policy)
-    m.do(events.Pin(98, "math", 1, True, m.record(PolicyVersion("math", 1))))
+    m.do(events.Pin(98, PolicyVersion("math", 1), True, m.record(PolicyVersion("math", 1))))
     before = m.state.policies
     m.do(events.Leave(99, "r0", "i1"))
     answer = m.answer(_rebind(m))

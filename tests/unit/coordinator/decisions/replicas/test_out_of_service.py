@@ -36,7 +36,7 @@ def _uncordon(m: Machine, replica_id: str) -> int:
 
 def _drain(m: Machine, replica_id: str, seconds: float = 60.0, reason: str = "") -> int:
     ticket = next(m.ids)
-    m.do(events.DrainReplica(ticket, replica_id, seconds, reason))
+    m.do(events.Drain(ticket, replica_id, seconds, reason))
     return ticket
 
 

@@ -54,7 +54,7 @@ def test_what_is_not_ready_is_not_listed() -> None:
     order = OutOfService(ReplicaState.CORDONED, "")
     assert _told(m, lambda: m.do(events.TakeOutOfService(1, "r0", order))) == ["r1 1"]
     assert _told(m, lambda: m.do(events.Uncordon(2, "r0"))) == ["r0 1", "r1 1"]
-    assert _told(m, lambda: m.do(events.DrainReplica(3, "r0", 60.0, ""))) == ["r1 1"]
+    assert _told(m, lambda: m.do(events.Drain(3, "r0", 60.0, ""))) == ["r1 1"]
     assert _told(m, lambda: m.do(events.Leave(4, "r0", "i1"))) is None
     assert _told(m, lambda: m.do(events.Leave(5, "r1", "i1"))) == []
 

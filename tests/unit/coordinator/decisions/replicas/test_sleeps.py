@@ -362,7 +362,7 @@ def test_a_call_that_was_cancelled_leaves_the_order() -> None:
 
 def test_a_replica_that_drains_does_so_asleep() -> None:
     m = _slept()
-    m.do(events.DrainReplica(0, "r0", 60.0, ""))
+    m.do(events.Drain(0, "r0", 60.0, ""))
     assert _state(m, "r0")[0] is ReplicaState.DRAINING
 
 

@@ -243,7 +243,7 @@ def test_what_may_be_gone_back_to_is_kept_meanwhile() -> None:
     m.answer_commits(ticket, r0=GONE)
     m.pass_time(5)
     assert not m.ever(effects.CallRetire)
-    m.do(events.RetireVersion(77, "math", 1, m.record(PolicyVersion("math", 1))))
+    m.do(events.Retire(77, PolicyVersion("math", 1), m.record(PolicyVersion("math", 1))))
     assert m.error(77).reason == "TRANSFER_UNDER_WAY"
     m.do(events.SetRetention(78, "math", 1))
     assert m.state.policies["math"].versions == (1, 2)
@@ -277,7 +277,7 @@ def test_what_was_retired_by_order_does_not_fail_later() -> None:
     m, ticket, _ = _committing()
     m.answer_commits(ticket, r0=LOAD_FAILED, r1=GONE)
     m.run_to(Phase.COMMITTED)
-    m.do(events.RetireVersion(77, "math", 2, m.record(PolicyVersion("math", 2))))
+    m.do(events.Retire(77, PolicyVersion("math", 2), m.record(PolicyVersion("math", 2))))
     m.answer(77)
     m.answer_discard(ticket, "r1")
     assert not m.state.unserved
