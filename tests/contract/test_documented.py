@@ -16,7 +16,7 @@ from weft_rl.contract.errors import REASONS
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.push import Push
 from weft_rl.coordinator.decisions.purposes.repair import Restore
-from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.coordinator.decisions.purposes.rollback import RollbackPurpose
 from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.v1 import inspect_pb2, publish_pb2
 
@@ -130,6 +130,6 @@ def test_kinds_of_events_are_those_of_the_protos() -> None:
 
 
 def test_purposes_are_those_of_the_protos() -> None:
-    names = {purpose.name.upper() for purpose in (Push, Clone, Restore, Rollback)}
+    names = {purpose.name.upper() for purpose in (Push, Clone, Restore, RollbackPurpose)}
     wire = {purpose.name for purpose in publish_pb2.TransferPurpose.DESCRIPTOR.values}
     assert {f"TRANSFER_PURPOSE_{name}" for name in names | {"UNSPECIFIED"}} == wire

@@ -8,7 +8,7 @@ from tests.sim.lease_checks import fail
 from tests.sim.operator_checks import out_of_transfers
 from weft_rl.contract.names import BASE_POLICY, is_replica_sender
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.coordinator.decisions.purposes.rollback import RollbackPurpose
 from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
@@ -99,7 +99,10 @@ class TransferChecks:
     def _check_rollbacks(self, before: PoolState, state: PoolState) -> None:
         """The pool goes back to a base only if it goes on serving."""
         for transfer in state.transfers.values():
-            if not isinstance(transfer.purpose, Rollback) or transfer.phase is not Phase.COMMITTING:
+            if (
+                not isinstance(transfer.purpose, RollbackPurpose)
+                or transfer.phase is not Phase.COMMITTING
+            ):
                 continue
             old = before.transfers.get(transfer.transfer_id)
             if transfer.policy != BASE_POLICY or (old and old.phase is Phase.COMMITTING):
@@ -116,12 +119,12 @@ class TransferChecks:
         rollbacks = [
             transfer
             for transfer in (*new, *state.transfers.values())
-            if isinstance(transfer.purpose, Rollback) and transfer.phase >= Phase.COMMITTING
+            if isinstance(transfer.purpose, RollbackPurpose) and transfer.phase >= Phase.COMMITTING
         ]
         for ended in new:
             version = ended.policy_version
             others = [t for t in rollbacks if t.policy == version.policy and t is not ended]
-            if not isinstance(ended.purpose, Rollback) or not ended.failure or others:
+            if not isinstance(ended.purpose, RollbackPurpose) or not ended.failure or others:
                 continue  # or another one began in the same step
             stands = state.policies[version.policy].served_version == version.version
             followers = [

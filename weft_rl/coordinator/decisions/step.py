@@ -51,7 +51,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     route_of,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import Answer, Failure, Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import CallAnswer, Failure, Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers import (
     abort,
     lifecycle,
@@ -323,53 +323,55 @@ def _answer_describers(change: Change) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class CallRow:
     """Call that ``step`` decides."""
 
     call: type[events.Call]
     """Value of the call, which has the name of its RPC."""
     rule: Callable[[Change, Any], None]
     """Function that decides it; the call is refused by the error that it raises."""
-    answer: type[Answer] = EmptyAnswer
+    answer: type[CallAnswer] = EmptyAnswer
     unread: tuple[str, ...] = ()
     """Fields of the call's message that its value does not have: they are read before."""
 
 
 #: Calls of operators, trainers and replicas.
 CALLS: Final = (
-    Row(events.AcquirePolicy, leases.acquire, LeaseAnswer),
-    Row(events.RenewLease, leases.renew, LeaseAnswer),
-    Row(events.ReleasePolicy, leases.release),
-    Row(events.DescribeTarget, _describe_target),
-    Row(events.BeginTransfer, push.begin, BeginAnswer, ("require", "timeout", "protocol_revision")),
-    Row(events.AwaitTransfer, _await_transfer, Transfer),
-    Row(events.AbortTransfer, _abort_transfer),
-    Row(events.SleepRollouts, sleeps.sleep_rollouts, SleepAnswer, ("when_running",)),
-    Row(events.WakeRollouts, sleeps.wake_rollouts, SleepAnswer),
-    Row(
+    CallRow(events.AcquirePolicy, leases.acquire, LeaseAnswer),
+    CallRow(events.RenewLease, leases.renew, LeaseAnswer),
+    CallRow(events.ReleasePolicy, leases.release),
+    CallRow(events.DescribeTarget, _describe_target),
+    CallRow(
+        events.BeginTransfer, push.begin, BeginAnswer, ("require", "timeout", "protocol_revision")
+    ),
+    CallRow(events.AwaitTransfer, _await_transfer, Transfer),
+    CallRow(events.AbortTransfer, _abort_transfer),
+    CallRow(events.SleepRollouts, sleeps.sleep_rollouts, SleepAnswer, ("when_running",)),
+    CallRow(events.WakeRollouts, sleeps.wake_rollouts, SleepAnswer),
+    CallRow(
         events.Register,
         membership.register,
         RegisterAnswer,
         ("protocol_revision", "held_versions"),
     ),
-    Row(events.ReportCheckpoint, base_binding.report_checkpoint),
-    Row(
+    CallRow(events.ReportCheckpoint, base_binding.report_checkpoint),
+    CallRow(
         events.Heartbeat,
         membership.heartbeat,
         HeartbeatAnswer,
         ("staged_transfer_ids", "held_versions"),
     ),
-    Row(events.Leave, membership.leave),
-    Row(events.Rollback, rollback.ask, RollbackAnswer),
-    Row(events.Pin, retention.pin),
-    Row(events.Retire, retention.retire_version),
-    Row(events.SetRetention, retention.set_retention, RetentionAnswer),
-    Row(events.ForgetPolicy, retention.forget, ForgetAnswer),
-    Row(events.Uncordon, out_of_service.uncordon, UncordonAnswer),
-    Row(events.Drain, out_of_service.drain),
-    Row(events.SleepReplica, sleeps.sleep_replica, unread=("when_running",)),
-    Row(events.WakeReplica, sleeps.wake_replica),
-    Row(events.RebindBase, base_binding.rebind, RebindAnswer),
+    CallRow(events.Leave, membership.leave),
+    CallRow(events.Rollback, rollback.ask, RollbackAnswer),
+    CallRow(events.Pin, retention.pin),
+    CallRow(events.Retire, retention.retire_version),
+    CallRow(events.SetRetention, retention.set_retention, RetentionAnswer),
+    CallRow(events.ForgetPolicy, retention.forget, ForgetAnswer),
+    CallRow(events.Uncordon, out_of_service.uncordon, UncordonAnswer),
+    CallRow(events.Drain, out_of_service.drain),
+    CallRow(events.SleepReplica, sleeps.sleep_replica, unread=("when_running",)),
+    CallRow(events.WakeReplica, sleeps.wake_replica),
+    CallRow(events.RebindBase, base_binding.rebind, RebindAnswer),
 )
 #: Rules by the kind of event.
 RULES: Final[Mapping[type[events.Event], Callable[[Change, Any], None]]] = {

@@ -357,6 +357,26 @@ _TO: Final = ("replica_id", "address")
 ORDERS: Final[Mapping[type, MessageCodec[Any, Any]]] = {
     made.value: made
     for made in (
+        codec(
+            effects.CallJoin,
+            replica_pb2.JoinGroupRequest,
+            given=[*_TO, "transfer_id", "group", "first_rank"],
+            told=[*_ORDER, "trainer_id", "group", "is_probe"],
+        ),
+        codec(
+            effects.CallRestore,
+            replica_pb2.SwitchVersionRequest,
+            given=[
+                *_TO,
+                "transfer_id",
+                "adapter",
+                "content_digest",
+                "layout_digest",
+                "alias",
+                "timeout_seconds",
+            ],
+            told=[*_ORDER, "spilled"],
+        ),
         codec(effects.CallLoad, replica_pb2.LoadTransferRequest, given=_TO, told=_ORDER),
         codec(effects.CallCommit, replica_pb2.CommitTransferRequest, given=_TO, told=_ORDER),
         codec(

@@ -103,7 +103,7 @@ class Driver:
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()
         self._wake = asyncio.Event()
-        self._calls: dict[int, asyncio.Future[effects.Answer]] = {}
+        self._calls: dict[int, asyncio.Future[effects.CallAnswer]] = {}
         self._last_ticket = 0
         self._lazy: list[effects.Save] = []
         self._retry_at = float("-inf")
@@ -125,7 +125,7 @@ class Driver:
 
     async def call(
         self, make: Callable[[int], events.Event], *, until: float | None = None
-    ) -> effects.Answer:
+    ) -> effects.CallAnswer:
         """Post a call's event and wait for its answer.
 
         Args:
@@ -142,7 +142,7 @@ class Driver:
         loop = asyncio.get_running_loop()
         self._last_ticket += 1
         ticket = self._last_ticket
-        future: asyncio.Future[effects.Answer] = loop.create_future()
+        future: asyncio.Future[effects.CallAnswer] = loop.create_future()
         self._calls[ticket] = future
         timer = None
         if until is not None:
@@ -447,7 +447,7 @@ class Driver:
         _log.log(level, "%s %s: %s", event.kind, event.subject, event.message)
         self._feed.publish(self.state.wall(self.now()), event)
 
-    def _answer(self, ticket: int, answer: effects.Answer | WeftError) -> None:
+    def _answer(self, ticket: int, answer: effects.CallAnswer | WeftError) -> None:
         future = self._calls.pop(ticket, None)
         if future is None or future.done():
             return

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -41,17 +42,11 @@ _log = logging.getLogger(__name__)
 _DESCRIBE_SECONDS: Final = 60.0
 _DIGEST_SECONDS: Final = 600.0
 _GRACE_SECONDS: Final = 1.0
-_JOIN_SECONDS: Final = 10.0
 # Of a look whether a replica takes orders; for how long it is known.
 _CHECK_SECONDS: Final = 5.0
 _LET_IN_SECONDS: Final = 1.0
 # Added to the time after which a silent replica is given up, so that the call does not end before.
 _AFTER_STALL_SECONDS: Final = 2.0
-# A replica waits for its engine's step before it pauses generation.
-_LOAD_SECONDS: Final = 30.0
-_DISCARD_SECONDS: Final = 5.0
-_RETIRE_SECONDS: Final = 10.0
-_REFUSE_SECONDS: Final = 5.0
 _BEGUN_AT_ONCE: Final = 16
 # Before the second batch: the time that an answer takes to leave a quiet loop.
 _HEAD_START_SECONDS: Final = 0.005
@@ -239,32 +234,44 @@ class ReplicaCaller:
         except Exception as error:  # noqa: BLE001 (whoever waits for the answer would wait on)
             _log.error("a call to a replica failed unexpectedly", exc_info=error)
             text = f"the coordinator could not make the call: {error}"[:MAX_TEXT_CHARS]
-            failed = _unanswered(call, Failure("INTERNAL", text, {"member": call.replica_id}))
+            failure = Failure("INTERNAL", text, {"member": call.replica_id})
+            failed = _ORDERS[type(call)].answered(call, None, failure)
             if failed is not None:
                 self._post(failed)
 
     async def _make(self, call: effects.ReplicaCall) -> None:
+        order, response, failure = _ORDERS[type(call)], None, None
+        generation, pool_id = self._generation(), self._pool_id()
+        encode = ORDERS[type(call)].encode
+        request = encode(call, coordinator_generation=generation, pool_id=pool_id, **_told(call))
+        is_switch = order.answered is _switched
+        is_traced = is_switch or isinstance(call, effects.CallLoad)
+        context = self._trace_context(getattr(call, "transfer_id", "")) if is_traced else ""
+        try:
+            method = getattr(self._reader.stub(call.address), order.method)
+            response = await method(
+                request, timeout=self._seconds(call), metadata=call_metadata(context)
+            )
+        except grpc.RpcError as error:
+            failure = failure_of(error, call.replica_id)
+            _log.log(logging.WARNING if is_switch else logging.INFO, "replica %s refused %s: %s",
+                     call.replica_id, order.method, failure.message)  # fmt: skip
+        else:
+            if is_switch:
+                self._reader.note_let_in(call.address)
+        if (event := order.answered(call, response, failure)) is not None:
+            self._post(event)
+
+    def _seconds(self, call: effects.ReplicaCall) -> float:
+        """Return how long a call may take."""
         match call:
-            case effects.CallJoin():
-                await self._join(call)
-            case effects.CallLoad():
-                await self._load(call)
-            case effects.CallCommit():
-                await self._commit(call)
-            case effects.CallSend():
-                await self._send(call)
-            case effects.CallSwitch():
-                await self._switch(call)
-            case effects.CallRestore():
-                await self._restore(call)
-            case effects.CallDiscard():
-                await self._discard(call)
-            case effects.CallRetire():
-                await self._retire(call)
-            case effects.CallRefuse():
-                await self._refuse(call)
             case effects.CallSleep() | effects.CallWake():
-                await self._sleep_or_wake(call)
+                return call.call_seconds
+            case effects.CallRestore():
+                return call.timeout_seconds + self._commit_seconds
+            case effects.CallJoin() | effects.CallSend() | effects.CallLoad():
+                return max(_ORDERS[type(call)].seconds, self._least_seconds)
+        return _ORDERS[type(call)].seconds or self._commit_seconds
 
     def close_channel(self, address: str) -> None:
         """Close the channel to an address; calls under way have a second to end."""
@@ -287,200 +294,115 @@ class ReplicaCaller:
         if not task.cancelled() and task.exception() is not None:
             _log.error("a call to a replica failed unexpectedly", exc_info=task.exception())
 
-    def _order(self, call: effects.ReplicaCall, **told: Any) -> Any:
-        """Return the message of a call."""
-        generation, pool_id = self._generation(), self._pool_id()
-        encode = ORDERS[type(call)].encode
-        return encode(call, coordinator_generation=generation, pool_id=pool_id, **told)
 
-    def _metadata(self, transfer_id: str) -> Any:
-        return call_metadata(self._trace_context(transfer_id))
-
-    async def _join(self, call: effects.CallJoin) -> None:
-        group = call.group
-        request = replica_pb2.JoinGroupRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            trainer_id=group.trainer_id,
-            group=group_to_proto(group, group.ranks_from(call.first_rank)),
-            is_probe=group.is_probe,
-        )
-        failure = None
-        try:
-            await self._reader.stub(call.address).JoinGroup(
-                request, timeout=max(_JOIN_SECONDS, self._least_seconds)
-            )
-        except grpc.RpcError as error:
-            failure = failure_of(error, call.replica_id)
-        self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
-
-    async def _load(self, call: effects.CallLoad) -> None:
-        request = self._order(call)
-        failure = None
-        try:
-            await self._reader.stub(call.address).LoadTransfer(
-                request,
-                timeout=max(_LOAD_SECONDS, self._least_seconds),
-                metadata=self._metadata(call.transfer_id),
-            )
-        except grpc.RpcError as error:
-            failure = failure_of(error, call.replica_id)
-        self._post(events.LoadAnswered(call.transfer_id, call.replica_id, failure))
-
-    async def _commit(self, call: effects.CallCommit) -> None:
-        request = self._order(call)
-        await self._have_switched(
-            call, self._reader.stub(call.address).CommitTransfer, request, self._commit_seconds
-        )
-
-    async def _switch(self, call: effects.CallSwitch) -> None:
-        request = self._order(call)
-        await self._have_switched(
-            call, self._reader.stub(call.address).SwitchVersion, request, self._commit_seconds
-        )
-
-    async def _restore(self, call: effects.CallRestore) -> None:
-        request = replica_pb2.SwitchVersionRequest(
-            coordinator_generation=self._generation(),
-            pool_id=self._pool_id(),
-            version=POLICY_VERSION.encode(call.version),
-            spilled=SPILLED_COPY.encode(call),
-            incarnation=call.incarnation,
-        )
-        await self._have_switched(
-            call,
-            self._reader.stub(call.address).SwitchVersion,
-            request,
-            call.timeout_seconds + self._commit_seconds,
-        )
-
-    async def _have_switched(
-        self,
-        call: effects.CallCommit | effects.CallSwitch | effects.CallRestore,
-        method: Any,
-        request: Any,
-        timeout_seconds: float,
-    ) -> None:
-        vector, pause, retained, as_started, failure = None, 0.0, (), False, None
-        try:
-            metadata = self._metadata(call.transfer_id)
-            response = await method(request, timeout=timeout_seconds, metadata=metadata)
-            vector = vector_from_proto(response.version_vector)
-            pause = duration_from_proto(response.pause)
-            retained = tuple(response.retained_base_versions)
-            # SwitchVersion's answer has none: what comes of it, a heartbeat says.
-            as_started = getattr(response, "base_as_started", False)
-            self._reader.note_let_in(call.address)
-        except grpc.RpcError as error:
-            failure = failure_of(error, call.replica_id)
-            _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,
-                         failure.message)  # fmt: skip
-        self._post(
-            events.CommitAnswered(
-                call.transfer_id,
-                call.replica_id,
-                call.incarnation,
-                vector,
-                pause,
-                failure,
-                retained,
-                as_started,
-            )
-        )
-
-    async def _send(self, call: effects.CallSend) -> None:
-        request = self._order(call, group=group_to_proto(call.group, call.group.senders))
-        failure = None
-        try:
-            await self._reader.stub(call.address).SendVersion(
-                request, timeout=max(_JOIN_SECONDS, self._least_seconds)
-            )
-        except grpc.RpcError as error:
-            failure = failure_of(error, call.replica_id)
-        self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
-
-    async def _discard(self, call: effects.CallDiscard) -> None:
-        request = self._order(call)
-        try:
-            response = await self._reader.stub(call.address).DiscardTransfer(
-                request, timeout=_DISCARD_SECONDS
-            )
-        except grpc.RpcError as error:
-            _log.debug("replica %s was not told to discard %s: %s", call.replica_id,
-                       call.transfer_id, error_from_rpc(error))  # fmt: skip
-            return
-        self._post(
-            events.DiscardAnswered(
-                call.replica_id,
-                call.transfer_id,
-                response.incarnation,
-                vector_from_proto(response.version_vector),
-            )
-        )
-
-    async def _retire(self, call: effects.CallRetire) -> None:
-        request = self._order(call)
-        try:
-            response = await self._reader.stub(call.address).RetireVersions(
-                request, timeout=_RETIRE_SECONDS
-            )
-        except grpc.RpcError as error:
-            _log.info("replica %s did not retire versions and is asked again later: %s",
-                      call.replica_id, error_from_rpc(error))  # fmt: skip
-            return
-        vector = vector_from_proto(response.version_vector)
-        self._post(events.RetireAnswered(call.replica_id, call.incarnation, vector))
-
-    async def _refuse(self, call: effects.CallRefuse) -> None:
-        request = self._order(call)
-        try:
-            response = await self._reader.stub(call.address).RefuseRequests(
-                request, timeout=_REFUSE_SECONDS
-            )
-        except grpc.RpcError as error:
-            _log.info("replica %s hears with its next heartbeat whether to refuse requests: %s",
-                      call.replica_id, error_from_rpc(error))  # fmt: skip
-            return
-        self._post(
-            events.RefuseAnswered(
-                call.replica_id, call.incarnation, response.refusing, response.order_number
-            )
-        )
-
-    async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
-        stub, asleep, failure, dirty_reason = self._reader.stub(call.address), None, None, ""
-        try:
-            if isinstance(call, effects.CallSleep):
-                request = self._order(call, when_running=when_running_to_proto(call.aborts))
-                response = await stub.Sleep(request, timeout=call.call_seconds)
-                asleep = SLEEP.decode(response.sleep) if response.HasField("sleep") else None
-            else:
-                woken = await stub.WakeUp(self._order(call), timeout=call.call_seconds)
-                dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]
-        except grpc.RpcError as error:
-            failure = failure_of(error, call.replica_id)
-        of = (call.replica_id, call.incarnation)
-        if isinstance(call, effects.CallSleep):
-            self._post(events.SleepAnswered(*of, asleep, failure))
-        else:
-            self._post(events.WakeAnswered(*of, failure, dirty_reason))
-
-
-def _unanswered(call: effects.ReplicaCall, failure: Failure) -> events.Event | None:
-    """Return the outcome of a call that could not be made; None if it is made again anyhow."""
-    of_transfer = getattr(call, "transfer_id", ""), call.replica_id
+def _told(call: effects.ReplicaCall) -> dict[str, Any]:
+    """Return the fields of an order's message that its value has in another form."""
     match call:
-        case effects.CallJoin() | effects.CallSend():
-            return events.JoinAnswered(*of_transfer, failure)
-        case effects.CallLoad():
-            return events.LoadAnswered(*of_transfer, failure)
-        case effects.CallCommit() | effects.CallSwitch() | effects.CallRestore():
-            return events.CommitAnswered(*of_transfer, call.incarnation, None, 0.0, failure, ())
+        case effects.CallJoin(group=group):
+            return {
+                "group": group_to_proto(group, group.ranks_from(call.first_rank)),
+                "trainer_id": group.trainer_id,
+                "is_probe": group.is_probe,
+            }
+        case effects.CallSend(group=group):
+            return {"group": group_to_proto(group, group.senders)}
+        case effects.CallRestore():
+            return {"spilled": SPILLED_COPY.encode(call)}
         case effects.CallSleep():
-            return events.SleepAnswered(call.replica_id, call.incarnation, None, failure)
-        case effects.CallWake():
-            return events.WakeAnswered(call.replica_id, call.incarnation, failure, "")
-    return None
+            return {"when_running": when_running_to_proto(call.aborts)}
+    return {}
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Row of the table of orders: the RPC, and what its outcome is to ``step``."""
+
+    method: str
+    answered: Callable[[Any, Any, Failure | None], events.Event | None]
+    """Makes the event of an order, its answer (None without one), and its failure."""
+    seconds: float = 0.0
+    """Longest time that it may take; 0 for as long as a replica may switch."""
+
+
+def _joined(
+    call: effects.CallJoin | effects.CallSend, _: Any, failure: Failure | None
+) -> events.Event:
+    return events.JoinAnswered(call.transfer_id, call.replica_id, failure)
+
+
+def _switched(
+    call: effects.CallCommit | effects.CallSwitch | effects.CallRestore,
+    response: Any,
+    failure: Failure | None,
+) -> events.Event:
+    named = call.transfer_id, call.replica_id, call.incarnation
+    if response is None:
+        return events.CommitAnswered(*named, None, 0.0, failure)
+    return events.CommitAnswered(
+        *named,
+        vector_from_proto(response.version_vector),
+        duration_from_proto(response.pause),
+        None,
+        tuple(response.retained_base_versions),
+        # SwitchVersion's answer has none: what comes of it, a heartbeat says.
+        getattr(response, "base_as_started", False),
+    )
+
+
+def _loaded(call: effects.CallLoad, _: Any, failure: Failure | None) -> events.Event:
+    return events.LoadAnswered(call.transfer_id, call.replica_id, failure)
+
+
+def _slept(call: effects.CallSleep, response: Any, failure: Failure | None) -> events.Event:
+    told = response is not None and response.HasField("sleep")
+    asleep = SLEEP.decode(response.sleep) if told else None
+    return events.SleepAnswered(call.replica_id, call.incarnation, asleep, failure)
+
+
+def _woken(call: effects.CallWake, response: Any, failure: Failure | None) -> events.Event:
+    reason = response.dirty_reason[:MAX_TEXT_CHARS] if response is not None else ""
+    return events.WakeAnswered(call.replica_id, call.incarnation, failure, reason)
+
+
+# The last three are repeated, or said again by a heartbeat: their failures are not waited for.
+
+
+def _discarded(call: effects.CallDiscard, response: Any, _: object) -> events.Event | None:
+    if response is None:
+        return None
+    vector = vector_from_proto(response.version_vector)
+    named = call.replica_id, call.transfer_id, response.incarnation
+    return events.DiscardAnswered(*named, vector)
+
+
+def _retired(call: effects.CallRetire, response: Any, _: object) -> events.Event | None:
+    if response is None:
+        return None
+    vector = vector_from_proto(response.version_vector)
+    return events.RetireAnswered(call.replica_id, call.incarnation, vector)
+
+
+def _refused(call: effects.CallRefuse, response: Any, _: object) -> events.Event | None:
+    if response is None:
+        return None
+    enforced = response.refusing, response.order_number
+    return events.RefuseAnswered(call.replica_id, call.incarnation, *enforced)
+
+
+_ORDERS: Final[Mapping[type[effects.ReplicaCall], _Order]] = {
+    effects.CallJoin: _Order("JoinGroup", _joined, 10.0),
+    effects.CallSend: _Order("SendVersion", _joined, 10.0),
+    # A replica waits for its engine's step before it pauses generation.
+    effects.CallLoad: _Order("LoadTransfer", _loaded, 30.0),
+    effects.CallCommit: _Order("CommitTransfer", _switched),
+    effects.CallSwitch: _Order("SwitchVersion", _switched),
+    effects.CallRestore: _Order("SwitchVersion", _switched),
+    effects.CallSleep: _Order("Sleep", _slept),
+    effects.CallWake: _Order("WakeUp", _woken),
+    effects.CallDiscard: _Order("DiscardTransfer", _discarded, 5.0),
+    effects.CallRetire: _Order("RetireVersions", _retired, 10.0),
+    effects.CallRefuse: _Order("RefuseRequests", _refused, 5.0),
+}
 
 
 def failure_of(error: grpc.RpcError, replica_id: str) -> Failure:

@@ -29,7 +29,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft_rl.coordinator.decisions.step import CALLS, Row, already_committed, not_its_owner
+from weft_rl.coordinator.decisions.step import CALLS, CallRow, already_committed, not_its_owner
 from weft_rl.coordinator.messages.wire import (
     ACQUIRED,
     RENEWED,
@@ -100,7 +100,7 @@ class CallCodec:
     encode: Callable[[Any], Any]
 
 
-def _codecs(row: Row, method: Any) -> CallCodec:
+def _codecs(row: CallRow, method: Any) -> CallCodec:
     fields = {field.name for field in dataclasses.fields(row.call)}
     given = [name for name in (*_READ_ELSEWHERE, *row.unread) if name in fields]
     request = codec(row.call, method.input_type._concrete_class, given=given, told=row.unread)

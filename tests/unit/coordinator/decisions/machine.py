@@ -120,7 +120,7 @@ class Machine:
     def ever(self, kind: type[E]) -> list[E]:
         return [effect for effect in self.all if isinstance(effect, kind)]
 
-    def answer(self, ticket: int) -> effects.Answer:
+    def answer(self, ticket: int) -> effects.CallAnswer:
         (reply,) = [e for e in self.ever(effects.Reply) if e.ticket == ticket]
         return reply.answer
 

@@ -48,7 +48,7 @@ OPERATOR = "(operator)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollback(Purpose):
+class RollbackPurpose(Purpose):
     """Transfer in which the pool goes back to a version that replicas still have."""
 
     name: ClassVar[str] = "rollback"
@@ -141,7 +141,7 @@ def ask(change: Change, event: events.Rollback) -> None:
     change.put_transfer(
         Transfer(
             ids=event.ids,
-            purpose=Rollback(answer_by=event.answer_by),
+            purpose=RollbackPurpose(answer_by=event.answer_by),
             policy=policy.name,
             kind=policy.kind,
             trainer_id=OPERATOR,

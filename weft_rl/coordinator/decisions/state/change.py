@@ -13,7 +13,7 @@ from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (
     Announce,
-    Answer,
+    CallAnswer,
     Effect,
     EventKind,
     Refuse,
@@ -57,7 +57,7 @@ class Change:
         """Add effects, in order."""
         self.effects += effects
 
-    def reply(self, ticket: int, answer: Answer) -> None:
+    def reply(self, ticket: int, answer: CallAnswer) -> None:
         """Answer a call."""
         self.effects.append(Reply(ticket, answer))
 
@@ -146,7 +146,7 @@ class Change:
         transfers = {k: v for k, v in self.state.transfers.items() if k != transfer_id}
         self.state = replace(self.state, transfers=transfers)
 
-    def end_transfer(self, transfer: Transfer, answer: Answer | None = None) -> Transfer:
+    def end_transfer(self, transfer: Transfer, answer: CallAnswer | None = None) -> Transfer:
         """Move a transfer under way to the history, and answer the calls that wait for it.
 
         Args:

@@ -17,14 +17,14 @@ from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
-    Answer as Answer,
-)
-from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
     Failure,
     ReplicaState,
     VersionRecord,
+)
+from weft_rl.coordinator.decisions.state.values import (
+    CallAnswer as CallAnswer,
 )
 
 
@@ -181,7 +181,7 @@ class SaveEvent(Save):
 
 
 @dataclass(frozen=True)
-class LeaseAnswer(Answer):
+class LeaseAnswer(CallAnswer):
     """Answer to AcquirePolicy and RenewLease."""
 
     policy: str
@@ -194,7 +194,7 @@ class LeaseAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class BeginAnswer(Answer):
+class BeginAnswer(CallAnswer):
     """Answer to BeginTransfer; ``group`` is None when the transfer has ended."""
 
     transfer_id: str
@@ -205,7 +205,7 @@ class BeginAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class RegisterAnswer(Answer):
+class RegisterAnswer(CallAnswer):
     """Answer to Register."""
 
     heartbeat_interval_seconds: float
@@ -223,7 +223,7 @@ class RegisterAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class HeartbeatAnswer(Answer):
+class HeartbeatAnswer(CallAnswer):
     """Answer to Heartbeat."""
 
     ready: bool
@@ -257,7 +257,7 @@ class HeartbeatAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class UncordonAnswer(Answer):
+class UncordonAnswer(CallAnswer):
     """Answer to Uncordon: the replica's state, if it is in the pool, and the reason for it."""
 
     state: ReplicaState | None
@@ -265,7 +265,7 @@ class UncordonAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class RollbackAnswer(Answer):
+class RollbackAnswer(CallAnswer):
     """Answer to Rollback."""
 
     version: PolicyVersion
@@ -275,35 +275,35 @@ class RollbackAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class RebindAnswer(Answer):
+class RebindAnswer(CallAnswer):
     """Answer to RebindBase."""
 
     retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
-class ForgetAnswer(Answer):
+class ForgetAnswer(CallAnswer):
     """Answer to ForgetPolicy."""
 
     retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
-class RetentionAnswer(Answer):
+class RetentionAnswer(CallAnswer):
     """Answer to SetRetention."""
 
     num_versions: int
 
 
 @dataclass(frozen=True)
-class SleepAnswer(Answer):
+class SleepAnswer(CallAnswer):
     """Answer to orders to sleep and to wake: the replicas that have done so."""
 
     replica_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class EmptyAnswer(Answer):
+class EmptyAnswer(CallAnswer):
     """Answer to calls that return nothing."""
 
 
@@ -312,7 +312,7 @@ class Reply(Effect):
     """Answer to a call, by its ticket."""
 
     ticket: int
-    answer: Answer
+    answer: CallAnswer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import (
     NO_LAYOUT,
-    Answer,
+    CallAnswer,
     ContentDigest,
     Failure,
     Phase,
@@ -374,7 +374,7 @@ class PauseReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer(Answer):
+class Transfer(CallAnswer):
     """One attempt to have replicas serve one version: what all purposes have in common."""
 
     ids: TransferIds

@@ -50,7 +50,7 @@ class ReplicaState(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class Answer:
+class CallAnswer:
     """Answer to a waiting call."""
 
 

@@ -70,7 +70,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
             self.catalog.apply(self.lazy)
             self.lazy = []
 
-    def outcome(self, ticket: int) -> effects.Answer | WeftError:
+    def outcome(self, ticket: int) -> effects.CallAnswer | WeftError:
         replies = [e.answer for e in self.m.ever(effects.Reply) if e.ticket == ticket]
         return replies[-1] if replies else self.m.error(ticket)
 

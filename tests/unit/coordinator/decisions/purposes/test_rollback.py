@@ -9,7 +9,7 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.purposes.repair import Restore
-from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.coordinator.decisions.purposes.rollback import RollbackPurpose
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
@@ -157,7 +157,7 @@ def test_its_turn_may_not_come_in_time_or_nobody_may_wait_for_it() -> None:
     m.do(events.CallerGone(gone))
     m.pass_time(2)
     assert m.error(late).reason == "DEADLINE"
-    assert not [t for t in m.state.transfers.values() if isinstance(t.purpose, Rollback)]
+    assert not [t for t in m.state.transfers.values() if isinstance(t.purpose, RollbackPurpose)]
     assert m.state.vector.adapters["math"].alias == 2
 
 
