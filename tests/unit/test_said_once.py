@@ -1,0 +1,68 @@
+"""How often a fact is said: bounds that only fall."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from weft_rl.v1 import admin_pb2, publish_pb2, registry_pb2, replica_pb2
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
+#: Lines of the packages that name a call, its request or its response, in the mean; wanted are 10.
+MAX_LINES = 12.3
+#: Messages that are built by hand from a value whose fields bear the same names; wanted are 0.
+MAX_COPIES = 7
+#: Fields of one value from which on a message repeats it.
+_FIELDS_OF_A_COPY = 3
+_SERVICES = {
+    "AdminService": admin_pb2,
+    "PublishService": publish_pb2,
+    "RegistryService": registry_pb2,
+    "ReplicaService": replica_pb2,
+}
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            if path.parent.name != "v1":  # generated
+                yield str(path.relative_to(_ROOT)), path.read_text()
+
+
+def test_a_call_is_named_on_few_lines() -> None:
+    calls = {
+        method.name
+        for name, file in _SERVICES.items()
+        for method in file.DESCRIPTOR.services_by_name[name].methods
+    }
+    counts = Counter[str]()
+    for _, text in _sources():
+        for line in text.splitlines():
+            words = {re.sub("(Request|Response)$", "", w) for w in re.findall(r"\w+", line)}
+            counts.update(words & calls)
+    mean = round(counts.total() / len(calls), 1)
+    assert mean <= MAX_LINES, f"{mean} lines: {counts.most_common(5)}"
+
+
+def test_few_messages_repeat_a_value() -> None:
+    found = list[str]()
+    for path, text in _sources():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and re.fullmatch(
+                r"\w+_pb2?\.\w+", ast.unparse(node.func)
+            ):
+                found += [f"{path}:{node.lineno}"] * _is_copy(node)
+    assert len(found) <= MAX_COPIES, f"{len(found)}: {found}"
+
+
+def _is_copy(call: ast.Call) -> bool:
+    of = Counter(
+        ast.unparse(keyword.value.value)
+        for keyword in call.keywords
+        if isinstance(keyword.value, ast.Attribute) and keyword.value.attr == keyword.arg
+    )
+    return max(of.values(), default=0) >= _FIELDS_OF_A_COPY
