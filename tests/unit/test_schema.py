@@ -29,7 +29,7 @@ from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 
 _TEXT = st.text("ab0.é", max_size=5)
 _NUMBER = st.integers(1, 2**31 - 1)
-_QUARTERS = st.integers(0, 2**30).map(lambda number: number / 4)
+_QUARTERS = st.integers(0, 2**22).map(lambda number: number / 4)
 _VERSIONS = st.builds(
     lambda numbers, alias: AdapterVersions(tuple(sorted(numbers)), alias),
     st.sets(_NUMBER, max_size=3),
