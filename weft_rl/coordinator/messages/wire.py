@@ -184,13 +184,20 @@ def transfer_to_proto(
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))
     if committed:
         message.committing.CopyFrom(duration_to_proto(end - committed))
-    if transfer.content_digest:
-        message.content_digest.CopyFrom(CONTENT.encode(transfer.content_digest))
-        message.content_digest_hex = transfer.content_digest.value.hex()
-    if transfer.failure:
-        message.failure_reason = transfer.failure.reason
-        message.failure_message = transfer.failure.message
+    _put_end(message, transfer)
     return message
+
+
+def _put_end(
+    message: publish_pb2.Transfer | inspect_pb2.Version, of: Transfer | VersionRecord
+) -> None:
+    """Add the content digest and the failure, where there are any."""
+    if of.content_digest:
+        message.content_digest.CopyFrom(CONTENT.encode(of.content_digest))
+        message.content_digest_hex = of.content_digest.value.hex()
+    if of.failure:
+        message.failure_reason = of.failure.reason
+        message.failure_message = of.failure.message
 
 
 def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2.Transfer:
@@ -219,12 +226,8 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
         ),
     )
     if record.content_digest:
-        message.content_digest.CopyFrom(CONTENT.encode(record.content_digest))
-        message.content_digest_hex = record.content_digest.value.hex()
         message.total_bytes = record.content_digest.size_bytes
-    if record.failure:
-        message.failure_reason = record.failure.reason
-        message.failure_message = record.failure.message
+    _put_end(message, record)
     return message
 
 
@@ -243,12 +246,7 @@ def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_
     if record.adapter and record.state is VersionState.COMMITTED:
         message.served_over_base_version = state.vector.base
         message.over_another_base = state.is_over_another_base(record.version)
-    if record.content_digest:
-        message.content_digest.CopyFrom(CONTENT.encode(record.content_digest))
-        message.content_digest_hex = record.content_digest.value.hex()
-    if record.failure:
-        message.failure_reason = record.failure.reason
-        message.failure_message = record.failure.message
+    _put_end(message, record)
     if record.commit_time:
         message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
     return message

@@ -351,7 +351,6 @@ def _shown(table: Table, values: Sequence[Any]) -> str:
 
 def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
     """Encode a version's record as the values of its row, in the order of the columns."""
-    digest, adapter, failure = record.content_digest, record.adapter, record.failure
     return (
         record.version.policy,
         record.version.version,
@@ -362,19 +361,21 @@ def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
         record.layout_digest,
         record.create_time,
         record.commit_time,
-        *((digest.algorithm, digest.value, digest.size_bytes) if digest else (None,) * 3),
-        *(
-            (
-                adapter.config_json,
-                adapter.config_digest,
-                adapter.base_fingerprint,
-                adapter.trained_on_base_version,
-            )
-            if adapter
-            else (None,) * 4
+        *_parts(record.content_digest, "algorithm", "value", "size_bytes"),
+        *_parts(
+            record.adapter,
+            "config_json",
+            "config_digest",
+            "base_fingerprint",
+            "trained_on_base_version",
         ),
-        *((failure.reason, failure.message) if failure else (None,) * 2),
+        *_parts(record.failure, "reason", "message"),
     )
+
+
+def _parts(value: object, *names: str) -> tuple[Any, ...]:
+    """Return fields of a value as columns, which have no values where it is None."""
+    return tuple(getattr(value, name, None) for name in names)
 
 
 def version_from_row(row: Sequence[Any]) -> VersionRecord:
@@ -397,19 +398,6 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
 def policy_to_row(policy: Policy) -> tuple[Any, ...]:
     """Encode a policy as the values of its row, in the order of the columns."""
     lease = policy.lease
-    held: tuple[Any, ...] = (None,) * len(NO_LEASE)
-    if lease is not None:
-        process = lease.process
-        held = (
-            lease.trainer_id,
-            lease.session_id,
-            lease.fencing_token,
-            lease.seconds,
-            process.host,
-            process.host_key,
-            process.pid,
-            process.start_time,
-        )
     return (
         policy.name,
         policy.kind,
@@ -419,7 +407,8 @@ def policy_to_row(policy: Policy) -> tuple[Any, ...]:
         policy.retain,
         policy.forgotten,
         policy.owner,
-        *held,
+        *_parts(lease, "trainer_id", "session_id", "fencing_token", "seconds"),
+        *_parts(lease and lease.process, "host", "host_key", "pid", "start_time"),
     )
 
 
