@@ -6,7 +6,7 @@ monotonic clock. A race is a list of events in some order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -374,7 +374,7 @@ CALLS: Final = (
     CallRow(events.RebindBase, base_binding.rebind, RebindAnswer),
 )
 #: Rules by the kind of event.
-RULES: Final[Mapping[type[events.Event], Callable[[Change, Any], None]]] = {
+RULES: Final[dict[type[events.Event], Callable[[Change, Any], None]]] = {
     **{row.call: row.rule for row in CALLS},
     events.Tick: _tick,
     events.CallerGone: _forget_caller,

@@ -9,7 +9,7 @@ from weft_rl.contract.errors import NotReadyError
 from weft_rl.coordinator.decisions.policies import leases
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.change import Change
-from weft_rl.coordinator.decisions.step import step
+from weft_rl.coordinator.decisions.step import RULES, step
 
 
 def test_a_refused_request_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_a_refused_request_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         change.drop_replica("r0")
         raise error
 
-    monkeypatch.setattr(leases, "renew", renew)
+    monkeypatch.setitem(RULES, events.RenewLease, renew)
     state, done = step(m.state, events.RenewLease(7, "math", 1), m.now)
     assert done == [effects.Refuse(7, error)]
     assert state == m.state

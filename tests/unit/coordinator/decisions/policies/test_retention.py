@@ -130,7 +130,9 @@ def _retire_now(m: Machine, version: int, policy: str = "math") -> int:
 def test_an_operator_retires_a_version_that_would_be_kept() -> None:
     m = _after(3)
     m.answer(_retire_now(m, 2))
-    assert m.found(effects.SaveRetired) == [effects.SaveRetired(PolicyVersion("math", 2), True)]
+    assert m.found(effects.SaveRetired) == [
+        effects.SaveRetired(PolicyVersion("math", 2), durable=True)
+    ]
     assert m.state.policies["math"].versions == (1, 3)
     assert {c.versions for c in m.found(effects.CallRetire)} == {(PolicyVersion("math", 2),)}
     m.answer(_retire_now(m, 2))
