@@ -28,7 +28,7 @@ from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import VersionDifference
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
-from weft_rl.coordinator.decisions.state.values import ContentDigest, ReplicaState
+from weft_rl.coordinator.decisions.state.values import ContentDigest
 from weft_rl.coordinator.messages import wire
 from weft_rl.ipc.packing import packing
 from weft_rl.rpc.codec import CAPABILITIES, REPORT, vector_from_proto, vector_to_proto
@@ -202,9 +202,7 @@ def _drain_to(drain: DrainNote | None) -> registry_pb2.Drain | None:
 def _order_to(order: OutOfService | None) -> registry_pb2.OutOfService | None:
     if order is None:
         return None
-    return registry_pb2.OutOfService(
-        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
-    )
+    return registry_pb2.OutOfService(reason=order.reason, no_pushes=order.no_pushes)
 
 
 def _beat_to(answer: effects.HeartbeatAnswer) -> registry_pb2.HeartbeatResponse:

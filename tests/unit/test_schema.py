@@ -20,7 +20,6 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.sampling import Sampling
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.messages import wire
 from weft_rl.rpc.codec import CAPABILITIES, SLEEP
 from weft_rl.schema import MADE, MessageCodec, SchemaError, codec
@@ -44,9 +43,7 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     VersionVector: st.builds(
         VersionVector, _NUMBER, st.dictionaries(_TEXT.filter(bool), _VERSIONS, max_size=2)
     ),
-    OutOfService: st.builds(
-        OutOfService, st.sampled_from([ReplicaState.CORDONED, ReplicaState.QUARANTINED]), _TEXT
-    ),
+    OutOfService: st.builds(OutOfService, _TEXT, st.booleans()),
     SendPlan: st.just(make_send_plan(2, [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1)])),
     TrainerProcess: st.builds(TrainerProcess, _TEXT, _TEXT, _NUMBER, _QUARTERS),
     Sampling: st.builds(

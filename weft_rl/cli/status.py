@@ -267,12 +267,12 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
     more = pool.num_more_out_of_service
     return [
         Text(
-            f"{order.replica_id} is not in the pool; {_state(order.state)[0]} by an operator"
-            + (f": {order.reason}" if order.reason else ""),
+            f"{one.replica_id} is not in the pool; out of service by an operator"
+            + (f": {one.order.reason}" if one.order.reason else ""),
             "yellow",
         )
-        for order in pool.out_of_service
-        if order.replica_id not in here
+        for one in pool.out_of_service
+        if one.replica_id not in here
     ] + [Text(f"and {more} more orders that keep replicas out of service", "yellow")] * bool(more)
 
 

@@ -41,13 +41,11 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
     """No heartbeat for longer than the coordinator's limit."""
     REPLICA_STATE_QUARANTINED: _ReplicaState.ValueType  # 4
-    """Its engine may hold mixed weights; out of service until a base loads. Or an
-    operator quarantined it.
-    """
+    """Its engine may hold mixed weights; it serves nothing until a base loads."""
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 5
     """It finishes its requests and transfers, then leaves the pool."""
-    REPLICA_STATE_CORDONED: _ReplicaState.ValueType  # 6
-    """An operator took it out of service; it still receives pushes."""
+    REPLICA_STATE_OUT_OF_SERVICE: _ReplicaState.ValueType  # 6
+    """An operator took it out of service (AdminService.Cordon)."""
     REPLICA_STATE_SUSPECT: _ReplicaState.ValueType  # 7
     """Its process is heard, but a transfer gave it up because the thread that receives
     (or sends) there made no progress. It takes no part in transfers until every
@@ -73,13 +71,11 @@ REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
 """No heartbeat for longer than the coordinator's limit."""
 REPLICA_STATE_QUARANTINED: ReplicaState.ValueType  # 4
-"""Its engine may hold mixed weights; out of service until a base loads. Or an
-operator quarantined it.
-"""
+"""Its engine may hold mixed weights; it serves nothing until a base loads."""
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 5
 """It finishes its requests and transfers, then leaves the pool."""
-REPLICA_STATE_CORDONED: ReplicaState.ValueType  # 6
-"""An operator took it out of service; it still receives pushes."""
+REPLICA_STATE_OUT_OF_SERVICE: ReplicaState.ValueType  # 6
+"""An operator took it out of service (AdminService.Cordon)."""
 REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 7
 """Its process is heard, but a transfer gave it up because the thread that receives
 (or sends) there made no progress. It takes no part in transfers until every
@@ -175,11 +171,11 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_REPLICA_LOST: _EventKind.ValueType  # 3
     """To REPLICA_STATE_LOST; or it left the pool without a drain."""
     EVENT_KIND_REPLICA_QUARANTINED: _EventKind.ValueType  # 4
-    """To REPLICA_STATE_QUARANTINED, other than by an operator's order alone."""
+    """To REPLICA_STATE_QUARANTINED."""
     EVENT_KIND_REPLICA_DRAINING: _EventKind.ValueType  # 5
     """To REPLICA_STATE_DRAINING."""
-    EVENT_KIND_REPLICA_CORDONED: _EventKind.ValueType  # 6
-    """To REPLICA_STATE_CORDONED."""
+    EVENT_KIND_REPLICA_OUT_OF_SERVICE: _EventKind.ValueType  # 6
+    """To REPLICA_STATE_OUT_OF_SERVICE."""
     EVENT_KIND_REPLICA_SUSPECT: _EventKind.ValueType  # 7
     """To REPLICA_STATE_SUSPECT."""
     EVENT_KIND_REPLICA_ANSWERS: _EventKind.ValueType  # 8
@@ -256,8 +252,6 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """The coordinator has started; whom it concerns is its generation."""
     EVENT_KIND_REPLICA_LEFT: _EventKind.ValueType  # 44
     """A replica left the pool at the end of its drain."""
-    EVENT_KIND_QUARANTINE_ORDERED: _EventKind.ValueType  # 45
-    """A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -271,11 +265,11 @@ EVENT_KIND_REPLICA_PENDING: EventKind.ValueType  # 2
 EVENT_KIND_REPLICA_LOST: EventKind.ValueType  # 3
 """To REPLICA_STATE_LOST; or it left the pool without a drain."""
 EVENT_KIND_REPLICA_QUARANTINED: EventKind.ValueType  # 4
-"""To REPLICA_STATE_QUARANTINED, other than by an operator's order alone."""
+"""To REPLICA_STATE_QUARANTINED."""
 EVENT_KIND_REPLICA_DRAINING: EventKind.ValueType  # 5
 """To REPLICA_STATE_DRAINING."""
-EVENT_KIND_REPLICA_CORDONED: EventKind.ValueType  # 6
-"""To REPLICA_STATE_CORDONED."""
+EVENT_KIND_REPLICA_OUT_OF_SERVICE: EventKind.ValueType  # 6
+"""To REPLICA_STATE_OUT_OF_SERVICE."""
 EVENT_KIND_REPLICA_SUSPECT: EventKind.ValueType  # 7
 """To REPLICA_STATE_SUSPECT."""
 EVENT_KIND_REPLICA_ANSWERS: EventKind.ValueType  # 8
@@ -352,8 +346,6 @@ EVENT_KIND_COORDINATOR_STARTED: EventKind.ValueType  # 43
 """The coordinator has started; whom it concerns is its generation."""
 EVENT_KIND_REPLICA_LEFT: EventKind.ValueType  # 44
 """A replica left the pool at the end of its drain."""
-EVENT_KIND_QUARANTINE_ORDERED: EventKind.ValueType  # 45
-"""A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _EventOutcome:
@@ -525,24 +517,22 @@ class OutOfServiceOrder(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICA_ID_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Of which replica; it need not be in the pool now."""
-    state: Global___ReplicaState.ValueType
-    """CORDONED or QUARANTINED."""
-    reason: _builtins.str
-    """Why."""
+    @_builtins.property
+    def order(self) -> _registry_pb2.OutOfService:
+        """The order."""
+
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
-        state: Global___ReplicaState.ValueType = ...,
-        reason: _builtins.str = ...,
+        order: _registry_pb2.OutOfService | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1017,7 +1007,7 @@ class GetPoolResponse(_message.Message):
 
     @_builtins.property
     def out_of_service(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfServiceOrder]:
-        """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica; the first
+        """Orders of AdminService.Cordon that stand, sorted by replica; the first
         of them. Replicas of the pool say theirs themselves (Replica.state_reason).
         """
 

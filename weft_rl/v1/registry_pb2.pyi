@@ -361,27 +361,27 @@ Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class OutOfService(_message.Message):
-    """An operator's order that keeps a replica out of service (AdminService.Cordon, Quarantine).
+    """An operator's order that keeps a replica out of service (AdminService.Cordon).
     A replica remembers it, and tells it to the next coordinator, whose catalog may be older.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUARANTINED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    quarantined: _builtins.bool
-    """Whether it was quarantined; cordoned otherwise."""
+    NO_PUSHES_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why, for people."""
+    """Why, for people; at most 500 characters are kept."""
+    no_pushes: _builtins.bool
+    """Whether it is kept out of transfers, too, and refuses requests."""
     def __init__(
         self,
         *,
-        quarantined: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        no_pushes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_pushes", b"no_pushes", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,9 +100,8 @@ def test_states_have_one_word_each_wherever_they_are_told() -> None:
 
 
 def test_orders_for_replicas_elsewhere_and_how_many_more() -> None:
-    order = pb.OutOfServiceOrder(
-        replica_id="replica-9", state=pb.REPLICA_STATE_CORDONED, reason="new disk"
-    )
+    order = pb.OutOfServiceOrder(replica_id="replica-9")
+    order.order.reason = "new disk"
     text = shown(pb.GetPoolResponse(out_of_service=[order], num_more_out_of_service=7))
     assert "replica-9 is not in the pool" in text
     assert "and 7 more orders" in text

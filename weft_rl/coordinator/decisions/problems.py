@@ -223,11 +223,11 @@ _SHOWN: Final = (
     ReplicaState.LOST,
     ReplicaState.SUSPECT,
     ReplicaState.PENDING_WEIGHTS,
-    ReplicaState.CORDONED,
+    ReplicaState.OUT_OF_SERVICE,
     ReplicaState.DRAINING,
     ReplicaState.ASLEEP,
 )
-_ORDERED: Final = {ReplicaState.CORDONED, ReplicaState.DRAINING, ReplicaState.ASLEEP}
+_ORDERED: Final = {ReplicaState.OUT_OF_SERVICE, ReplicaState.DRAINING, ReplicaState.ASLEEP}
 _REMEDIES: Final = {
     ReplicaState.LOST: "Look at its log; it comes back as soon as it registers again",
     ReplicaState.SUSPECT: "It takes part again once it answers; restart it if it does not",
@@ -271,8 +271,7 @@ def _explain_order(where: ReplicaState, order: str, replicas: Sequence[Replica])
 
 def _is_ordered(state: PoolState, replica: Replica) -> bool:
     """Return whether somebody's order alone keeps a replica out of service."""
-    is_quarantined = replica.in_contact and state.is_quarantined(replica.replica_id)
-    return is_quarantined or _state(state, replica) in _ORDERED
+    return _state(state, replica) in _ORDERED
 
 
 def _order(state: PoolState, replica: Replica) -> str:
@@ -296,8 +295,7 @@ def _state(state: PoolState, replica: Replica) -> ReplicaState:
 def _explain(state: PoolState, replica: Replica) -> str:
     where, why = explain_state(state, replica)
     sentences = [f"{replica.replica_id} is {where.word}{why and ': '}{why}"]
-    is_mixed = where is ReplicaState.QUARANTINED and replica.dirty_reason
-    if is_mixed:
+    if where is ReplicaState.QUARANTINED:
         what = "is quarantined, for its weights may be mixed: "
         sentences = [f"{replica.replica_id} {what}{why}", _repair(state, replica)]
     elif where is not ReplicaState.LOST and (stale := _staleness(state, replica)):
@@ -309,7 +307,7 @@ def _explain(state: PoolState, replica: Replica) -> str:
 
 def _repair(state: PoolState, replica: Replica) -> str:
     """Explain what makes the weights of a replica whole again."""
-    if state.is_quarantined(replica.replica_id):
+    if state.is_kept_out(replica.replica_id):
         return (
             f"Restart it, or put it back, to be brought a base: weft uncordon {replica.replica_id}"
         )

@@ -53,7 +53,7 @@ _EVENT_KINDS = {
     ReplicaState.LOST: EventKind.REPLICA_LOST,
     ReplicaState.QUARANTINED: EventKind.REPLICA_QUARANTINED,
     ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
-    ReplicaState.CORDONED: EventKind.REPLICA_CORDONED,
+    ReplicaState.OUT_OF_SERVICE: EventKind.REPLICA_OUT_OF_SERVICE,
     ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
     ReplicaState.ASLEEP: EventKind.REPLICA_ASLEEP,
 }
@@ -334,10 +334,7 @@ def _announce_states(change: Change) -> None:
         if now_is is not replica.announced:
             why = explain_state(change.state, replica)[1]
             change.put_replica(replace(replica, announced=now_is))
-            kind = _EVENT_KINDS[now_is]
-            if kind is EventKind.REPLICA_QUARANTINED and not replica.dirty_reason:
-                kind = EventKind.QUARANTINE_ORDERED
-            change.announce(kind, replica.replica_id, why)
+            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
 
 
 def _note_routes(before: PoolState, change: Change) -> None:

@@ -34,7 +34,6 @@ from weft_rl.coordinator.decisions.state.values import (
     Phase,
     PolicyKind,
     RecordedFacts,
-    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -57,24 +56,13 @@ from weft_rl.v1 import admin_pb2, inspect_pb2, publish_pb2, registry_pb2, replic
 _MAX_DIFFERENCES = 16
 
 
-def _order_to_proto(order: OutOfService) -> registry_pb2.OutOfService:
-    return registry_pb2.OutOfService(
-        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
-    )
-
-
-def _order_from_proto(told: registry_pb2.OutOfService) -> OutOfService:
-    state = ReplicaState.QUARANTINED if told.quarantined else ReplicaState.CORDONED
-    return OutOfService(state, told.reason)
-
-
 # -- values, events and answers whose fields are those of their messages -----------
 
-converter(OutOfService, registry_pb2.OutOfService, _order_to_proto, _order_from_proto)
 converter(SendPlan, types_pb2.SendPlan, send_plan_to_proto, send_plan_from_proto)
 CONTENT: Final = codec(ContentDigest, types_pb2.ContentDigest)
 FACTS: Final = codec(RecordedFacts, types_pb2.VersionFacts)
 _BOUND: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
+ORDER: Final = codec(OutOfService, registry_pb2.OutOfService)
 DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
 _PROBLEM: Final = codec(Problem, inspect_pb2.Problem, told=["subject"])
 
@@ -114,6 +102,7 @@ HEARTBEAT: Final = codec(
 )
 HEARTBEAT_ANSWER: Final = codec(effects.HeartbeatAnswer, registry_pb2.HeartbeatResponse)
 ROLLBACK_ANSWER: Final = codec(effects.RollbackAnswer, admin_pb2.RollbackResponse)
+TAKE_OUT: Final = codec(events.TakeOutOfService, admin_pb2.CordonRequest, given=["ticket"])
 UNCORDON_ANSWER: Final = codec(effects.UncordonAnswer, admin_pb2.UncordonResponse)
 FORGET_ANSWER: Final = codec(effects.ForgetAnswer, admin_pb2.ForgetPolicyResponse)
 REBIND_ANSWER: Final = codec(effects.RebindAnswer, admin_pb2.RebindBaseResponse)
@@ -325,15 +314,6 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     )
 
 
-def out_of_service_to_proto(replica_id: str, order: OutOfService) -> inspect_pb2.OutOfServiceOrder:
-    """Encode an operator's order that keeps a replica out of service."""
-    return inspect_pb2.OutOfServiceOrder(
-        replica_id=replica_id,
-        state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
-        reason=order.reason,
-    )
-
-
 def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.VersionConflict:
     contents = state.conflicts[version]
     return inspect_pb2.VersionConflict(
@@ -445,7 +425,9 @@ def pool_to_proto(
     """
     orders = cut(
         sorted(state.out_of_service),
-        lambda name: out_of_service_to_proto(name, state.out_of_service[name]),
+        lambda name: inspect_pb2.OutOfServiceOrder(
+            replica_id=name, order=ORDER.encode(state.out_of_service[name])
+        ),
         max_bytes=_ORDERS_BYTES,
     ).entries
     found = problems(state, now, unused_files, unwritten_reason)

@@ -11,12 +11,12 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
 from weft_rl.coordinator.decisions.replicas import base_binding
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState, VersionRecord
+from weft_rl.coordinator.decisions.state.values import VersionRecord
 from weft_rl.coordinator.messages.wire import (
     FORGET_ANSWER,
     REBIND_ANSWER,
     ROLLBACK_ANSWER,
+    TAKE_OUT,
     UNCORDON_ANSWER,
 )
 from weft_rl.coordinator.runtime.driver import Driver
@@ -104,19 +104,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.CordonRequest, context: Context
     ) -> admin_pb2.CordonResponse:
         """See protos/weft/v1/admin.proto."""
-        await self._take_out(request.replica_id, ReplicaState.CORDONED, request.reason)
+        await self._driver.call(lambda ticket: TAKE_OUT.decode(request, ticket=ticket))
         return admin_pb2.CordonResponse()
-
-    async def Quarantine(
-        self, request: admin_pb2.QuarantineRequest, context: Context
-    ) -> admin_pb2.QuarantineResponse:
-        """See protos/weft/v1/admin.proto."""
-        await self._take_out(request.replica_id, ReplicaState.QUARANTINED, request.reason)
-        return admin_pb2.QuarantineResponse()
-
-    async def _take_out(self, replica_id: str, state: ReplicaState, reason: str) -> None:
-        order = OutOfService(state, reason)
-        await self._driver.call(lambda ticket: events.TakeOutOfService(ticket, replica_id, order))
 
     async def Uncordon(
         self, request: admin_pb2.UncordonRequest, context: Context

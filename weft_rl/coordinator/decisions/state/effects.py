@@ -636,7 +636,7 @@ class EventKind(enum.StrEnum):
     REPLICA_LOST = enum.auto()
     REPLICA_QUARANTINED = enum.auto()
     REPLICA_DRAINING = enum.auto()
-    REPLICA_CORDONED = enum.auto()
+    REPLICA_OUT_OF_SERVICE = enum.auto()
     REPLICA_SUSPECT = enum.auto()
     REPLICA_ANSWERS = enum.auto()
     LEASE_ACQUIRED = enum.auto()
@@ -675,7 +675,6 @@ class EventKind(enum.StrEnum):
     POLICY_FOUND = enum.auto()
     COORDINATOR_STARTED = enum.auto()
     REPLICA_LEFT = enum.auto()
-    QUARANTINE_ORDERED = enum.auto()
 
 
 @dataclass(frozen=True)

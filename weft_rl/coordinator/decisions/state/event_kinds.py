@@ -45,12 +45,11 @@ TOPICS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.REPLICA_LOST,
             EventKind.REPLICA_QUARANTINED,
             EventKind.REPLICA_DRAINING,
-            EventKind.REPLICA_CORDONED,
+            EventKind.REPLICA_OUT_OF_SERVICE,
             EventKind.REPLICA_ASLEEP,
             EventKind.REPLICA_SUSPECT,
             EventKind.REPLICA_ANSWERS,
             EventKind.REPLICA_LEFT,
-            EventKind.QUARANTINE_ORDERED,
         }
     ),
     "policies": frozenset(

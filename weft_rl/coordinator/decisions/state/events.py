@@ -402,11 +402,12 @@ class ForgetPolicy:
 
 @dataclass(frozen=True)
 class TakeOutOfService:
-    """Operator's order to take a replica out of service."""
+    """Operator's order to take a replica out of service; see ``OutOfService``."""
 
     ticket: int
     replica_id: str
-    order: OutOfService
+    reason: str = ""
+    no_pushes: bool = False
 
 
 @dataclass(frozen=True)

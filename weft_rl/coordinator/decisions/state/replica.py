@@ -75,9 +75,9 @@ class Suspect:
 class OutOfService:
     """Operator's order that keeps a replica out of service; durable."""
 
-    state: ReplicaState
-    """CORDONED or QUARANTINED."""
-    reason: str
+    reason: str = ""
+    no_pushes: bool = False
+    """True if the replica is kept out of transfers, too, and refuses requests."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     num_retained,
     rollback_versions,
 )
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -179,12 +179,12 @@ def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
     """Return a replica's state; cheap."""
     if replica.lost or replica.unheard_reason:
         return ReplicaState.LOST
-    if replica.dirty_reason or state.is_quarantined(replica.replica_id):
+    if replica.dirty_reason:
         return ReplicaState.QUARANTINED
     if replica.drain is not None:
         return ReplicaState.DRAINING
     if replica.replica_id in state.out_of_service:
-        return ReplicaState.CORDONED
+        return ReplicaState.OUT_OF_SERVICE
     if is_asleep(state, replica):
         return ReplicaState.ASLEEP
     if replica.suspect is not None:
@@ -219,22 +219,17 @@ def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str
     """Return a replica's state, and why it is not ready; looks at all replicas if it is not."""
     if replica.lost or replica.unheard_reason:
         return ReplicaState.LOST, replica.unheard_reason or "no heartbeat"
-    order = state.out_of_service.get(replica.replica_id)
-    suspect = replica.suspect.why if replica.suspect else ""
-    if order and order.state is ReplicaState.QUARANTINED:
-        late = "" if replica.refusing else "it has not said yet that it refuses requests"
-        why = _joined(_by_operator(order), late, replica.dirty_reason, suspect)
-        return ReplicaState.QUARANTINED, why
+    order, suspect = _order(state, replica), replica.suspect.why if replica.suspect else ""
     if replica.dirty_reason:
         repair = [f"it needs {v}{text}" for v in versions_to_bring(state, replica)
                   if (text := explain_outlook(state, replica, v))]  # fmt: skip
-        return ReplicaState.QUARANTINED, _joined(replica.dirty_reason, suspect, *repair)
+        return ReplicaState.QUARANTINED, _joined(order, replica.dirty_reason, suspect, *repair)
     if replica.drain is not None:
         return ReplicaState.DRAINING, replica.drain.reason
     missing = _joined(_missing(state, replica), explain_base_mismatch(state, replica))
     if order:
-        why = _joined(_by_operator(order), _sleep(state, replica), suspect, missing)
-        return ReplicaState.CORDONED, why
+        why = _joined(order, _sleep(state, replica), suspect, missing)
+        return ReplicaState.OUT_OF_SERVICE, why
     if is_asleep(state, replica):
         return ReplicaState.ASLEEP, _joined(_sleep(state, replica), suspect, missing)
     missing = _joined(missing, _closed(replica))
@@ -248,9 +243,9 @@ CAUSES: Final[Mapping[ReplicaState, tuple[str, ...]]] = {
     ReplicaState.PENDING_WEIGHTS: ("versions_missing", "other_base", "not_open"),
     ReplicaState.READY: ("",),
     ReplicaState.LOST: ("silent", "left_transfer"),
-    ReplicaState.QUARANTINED: ("operator", "mixed_weights"),
+    ReplicaState.QUARANTINED: ("mixed_weights",),
     ReplicaState.DRAINING: ("leaving",),
-    ReplicaState.CORDONED: ("operator",),
+    ReplicaState.OUT_OF_SERVICE: ("operator",),
     ReplicaState.SUSPECT: ("stalled",),
     ReplicaState.ASLEEP: ("ordered", "waking"),
 }
@@ -264,8 +259,6 @@ def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
     match known:
         case ReplicaState.LOST:
             return "left_transfer" if replica.unheard_reason else "silent"
-        case ReplicaState.QUARANTINED:
-            return "operator" if state.is_quarantined(replica.replica_id) else "mixed_weights"
         case ReplicaState.ASLEEP:
             return "ordered" if replica.replica_id in state.sleeps else "waking"
         case ReplicaState.PENDING_WEIGHTS:
@@ -300,8 +293,14 @@ def _sleep(state: PoolState, replica: Replica) -> str:
     )
 
 
-def _by_operator(order: OutOfService) -> str:
-    return f"by an operator{': ' if order.reason else ''}{order.reason}"
+def _order(state: PoolState, replica: Replica) -> str:
+    """Explain the operator's order that keeps a replica out of service; empty without one."""
+    order = state.out_of_service.get(replica.replica_id)
+    if order is None:
+        return ""
+    is_late = order.no_pushes and not replica.refusing
+    late = "it has not said yet that it refuses requests" if is_late else ""
+    return _joined(f"by an operator{order.reason and ': '}{order.reason}", late)
 
 
 def _joined(*parts: str) -> str:
@@ -379,17 +378,17 @@ def shared_backends(replicas: Sequence[Replica]) -> list[str]:
 def takes_weights(state: PoolState, replica: Replica) -> bool:
     """Return whether anything new is brought to a replica.
 
-    It is not while the replica drains or is suspect, nor while an operator quarantines it.
+    It is not while the replica drains or is suspect, nor while an operator keeps it out.
     """
     is_free = replica.drain is None and replica.suspect is None
-    return is_free and not state.is_quarantined(replica.replica_id)
+    return is_free and not state.is_kept_out(replica.replica_id)
 
 
 def takes_clones(state: PoolState, replica: Replica) -> bool:
     """Return whether clones are brought to a replica.
 
-    They are not while it takes no weights, is cordoned or sleeps. Pushes go to a cordoned or
-    sleeping replica all the same; a cordoned one may switch to copies of its own.
+    They are not while it takes no weights, is out of service or sleeps. Pushes go to such a
+    replica all the same, and one that is out of service may switch to copies of its own.
     """
     is_free = takes_weights(state, replica) and not is_asleep(state, replica)
     return is_free and replica.replica_id not in state.out_of_service

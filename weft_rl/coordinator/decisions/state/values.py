@@ -40,7 +40,7 @@ class ReplicaState(enum.IntEnum):
     LOST = 3
     QUARANTINED = 4
     DRAINING = 5
-    CORDONED = 6
+    OUT_OF_SERVICE = 6
     SUSPECT = 7
     ASLEEP = 8
 

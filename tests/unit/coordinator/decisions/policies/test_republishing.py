@@ -8,7 +8,6 @@ from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import AdapterVersions, VersionVector
 from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
@@ -74,13 +73,11 @@ def test_a_replica_that_comes_back_with_a_copy_ends_it() -> None:
     assert _told(m, "base") == 0
 
 
-def test_what_only_a_quarantined_replica_holds_is_asked_for() -> None:
+def test_what_only_a_replica_that_is_kept_out_holds_is_asked_for() -> None:
     m = Machine(publish_again_after_seconds=AFTER_SECONDS).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    m.do(
-        events.TakeOutOfService(0, "r0", OutOfService(ReplicaState.QUARANTINED, "answers nonsense"))
-    )
+    m.do(events.TakeOutOfService(0, "r0", "answers nonsense", no_pushes=True))
     m.pass_time(AFTER_SECONDS + 1)
     assert _told(m, "math") == 0, "nobody lacks it"
     m.register("r1")
@@ -306,13 +303,12 @@ def test_a_base_that_replicas_serve_without_a_copy_is_not_lost() -> None:
     assert _state(m)[0] is ReplicaState.READY
 
 
-def test_what_only_a_quarantined_replica_holds_is_lost_until_it_is_back() -> None:
+def test_what_only_a_replica_that_is_kept_out_holds_is_lost_until_it_is_back() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     _release(m, "math")
-    order = OutOfService(ReplicaState.QUARANTINED, "answers nonsense")
-    m.do(events.TakeOutOfService(0, "r0", order))
+    m.do(events.TakeOutOfService(0, "r0", "answers nonsense", no_pushes=True))
     m.register("r1")
     m.pass_time(AFTER_SECONDS + 1)
     assert _state(m, "r1")[0] is ReplicaState.READY

@@ -15,7 +15,6 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers.purpose import SLOW_COMMIT_SECONDS
@@ -306,12 +305,11 @@ def test_what_goes_on_is_not_what_the_pool_served_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["r0", "r1"])
-def test_quarantine_ends_clones_from_and_to_a_replica_at_once(name: str) -> None:
+def test_an_order_without_pushes_ends_clones_from_and_to_a_replica_at_once(name: str) -> None:
     m = _served()
     clone = _joining(m)
     _stage_some(m, clone)
-    order = OutOfService(ReplicaState.QUARANTINED, "it answers nonsense")
-    m.do(events.TakeOutOfService(0, name, order))
+    m.do(events.TakeOutOfService(0, name, "it answers nonsense", no_pushes=True))
     assert m.transfer(clone).phase is Phase.ABORTED
     assert not [t for t in m.state.transfers.values() if t.occupied]
     assert [e.replica_id for e in m.found(effects.CallDiscard)] == ["r1"]
@@ -324,7 +322,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     clone = _joining(m)
     _stage_some(m, clone)
     if order == "cordon":
-        m.do(events.TakeOutOfService(0, name, OutOfService(ReplicaState.CORDONED, "")))
+        m.do(events.TakeOutOfService(0, name))
     else:
         m.do(events.DrainReplica(0, name, 60.0, ""))
     ended = name == "r1"
@@ -339,7 +337,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
 def test_a_cordoned_replica_is_sent_pushes_and_what_it_lacks_once_it_is_put_back() -> None:
     m = _served()
     m.register("r1")
-    m.do(events.TakeOutOfService(0, "r1", OutOfService(ReplicaState.CORDONED, "")))
+    m.do(events.TakeOutOfService(0, "r1"))
     _end(m, m.begin("math"))
     assert m.state.replicas["r1"].vector.adapters["math"].alias == 2
     m.do(events.Uncordon(0, "r1"))
