@@ -33,8 +33,8 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     explain_state,
     is_routable,
-    replica_state,
     route_of,
+    state_reason,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
@@ -327,14 +327,13 @@ def _announce_states(change: Change) -> None:
         replica = change.state.replicas.get(replica_id)
         if replica is None:
             continue
-        now_is = replica_state(change.state, replica)
+        was, known = replica.announced, state_reason(change.state, replica)
         routed = is_routable(change.state, replica)
-        if routed is not replica.routed:
-            replica = change.put_replica(replace(replica, routed=routed))
-        if now_is is not replica.announced:
-            why = explain_state(change.state, replica)[1]
-            change.put_replica(replace(replica, announced=now_is))
-            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
+        if routed is not replica.routed or known is not was:
+            replica = change.put_replica(replace(replica, routed=routed, announced=known))
+        if was is None or known.state is not was.state:
+            where, why = explain_state(change.state, replica)
+            change.announce(_EVENT_KINDS[where], replica.replica_id, why)
 
 
 def _note_routes(before: PoolState, change: Change) -> None:

@@ -431,7 +431,7 @@ def pool_to_proto(
         max_bytes=_ORDERS_BYTES,
     ).entries
     found = problems(state, now, unused_files, unwritten_reason)
-    counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
+    counts = Counter(replica_state(state, r) for r in state.replicas.values())
     return inspect_pb2.GetPoolResponse(
         base_fingerprint=state.fingerprint,
         weft_version=__version__,

@@ -17,6 +17,12 @@ from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
+from weft_rl.coordinator.decisions.state.replica_state import (
+    explain_state,
+    is_routable,
+    replica_state,
+    state_reason,
+)
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
@@ -25,6 +31,8 @@ from weft_rl.coordinator.decisions.state.values import (
     Phase,
     PolicyKind,
     RecordedFacts,
+    ReplicaState,
+    StateReason,
     VersionLayout,
     VersionRecord,
 )
@@ -134,6 +142,18 @@ class Machine:
         )
 
     # -- replicas --------------------------------------------------------------
+
+    def standing(self, replica_id: str) -> tuple[ReplicaState, str]:
+        """A replica's state, and why. Only a ready one has no reason, and the cheap answers say
+        the same."""
+        replica = self.state.replicas[replica_id]
+        where, why = explain_state(self.state, replica)
+        known = state_reason(self.state, replica)
+        assert where is known.state is replica_state(self.state, replica)
+        assert (known is StateReason.READY) is (not why) is (where is ReplicaState.READY)
+        assert is_routable(self.state, replica) is replica.routed
+        assert replica.routed is (where is ReplicaState.READY) or where is ReplicaState.SUSPECT
+        return where, why
 
     def register(self, replica_id: str, incarnation: str = "i1", **capabilities: Any) -> int:
         ticket = next(self.ids)

@@ -15,7 +15,7 @@ from weft_rl.coordinator.decisions.state.replica import (
     Suspect,
 )
 from weft_rl.coordinator.decisions.state.replica_state import version_differences
-from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Phase, StateReason
 
 
 def _pool(*replicas: str) -> Machine:
@@ -218,7 +218,8 @@ def test_many_out_of_service_by_one_order_are_one_warning() -> None:
     cordoned, asleep = _found(m)
     assert asleep == Problem(
         Severity.WARNING,
-        "60 replicas are asleep: for trainer t1. They are r00, r01, r02 and 57 more",
+        "60 replicas are asleep: for trainer t1, once its requests have ended. They are r00, r01, "
+        "r02 and 57 more",
     )
     assert cordoned.message == (
         "4 replicas are out of service: by an operator: new disk. They are r60, r61, r62 and 1 more"
@@ -250,7 +251,7 @@ def test_a_suspect_that_is_still_routed_to_is_no_error_and_the_pool_answers() ->
         replica = dataclasses.replace(
             m.state.replicas["r0"],
             suspect=Suspect("it owes a step", m.now, is_told=True),
-            announced=ReplicaState.SUSPECT,
+            announced=StateReason.STALLED,
             routed=routed,
         )
         m.state = dataclasses.replace(m.state, replicas={"r0": replica})

@@ -10,7 +10,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, HeldVersion, ReplicaReport, Sleep
-from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
+from weft_rl.coordinator.decisions.state.values import PolicyKind, StateReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ class Replica:
     """Time at which an order's outcome (CommitTransfer, say) last told what it serves."""
     retire_at: float = float("-inf")
     """Earliest time at which it may be asked again to drop versions."""
-    announced: ReplicaState | None = None
-    """State that watchers were told last."""
+    announced: StateReason | None = None
+    """State that watchers were told last, with the reason."""
     routed: bool = False
     """True if watchers of the routes see it."""
     retained: tuple[int, ...] = ()

@@ -15,7 +15,6 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers.purpose import SLOW_COMMIT_SECONDS
 
@@ -52,10 +51,6 @@ def _end(m: Machine, push: int) -> None:
     m.prepare_all(push)
     m.stage_all(push)
     m.answer_commits(push)
-
-
-def _state(m: Machine, replica_id: str) -> ReplicaState:
-    return explain_state(m.state, m.state.replicas[replica_id])[0]
 
 
 @pytest.mark.parametrize("far", ["forming", "staging"])
@@ -96,7 +91,7 @@ def test_a_clone_goes_on_after_the_push_from_what_was_verified() -> None:
     assert start.first_bucket == 5
     m.stage_all(clone)
     m.answer_commits(clone)
-    assert _state(m, "r1") is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_a_clone_that_was_ended_three_times_goes_next() -> None:
@@ -168,7 +163,7 @@ def test_a_push_waits_a_moment_for_a_ready_replica_that_commits_a_further_versio
     m.register("r1", vector=vector)
     m.do(events.Tick())
     (clone,) = m.answer_look_ups()
-    assert _state(m, "r1") is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
     m.attend_all(clone)
     m.prepare_all(clone)
     m.stage_all(clone)
@@ -256,7 +251,9 @@ def test_a_replica_is_not_ready_while_an_order_that_a_rollback_overtook_is_under
     assert m.transfer(clone).phase is Phase.COMMITTING
     m.roll_back("math", 1)
     assert [e.replica_id for e in m.found(effects.CallSwitch)] == ["r0"]
-    assert _state(m, "r1") is ReplicaState.PENDING_WEIGHTS, "it may still be on its way to math@2"
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS, (
+        "it may still be on its way to math@2"
+    )
     vector = m.state.replicas["r1"].vector.with_adapter(PolicyVersion("math", 2))
     m.do(events.CommitAnswered(f"t{clone}", "r1", "i1", vector, 0.0, None))
     m.pass_time(0.5)

@@ -519,7 +519,7 @@ def test_an_order_that_the_catalog_does_not_know_is_taken_from_who_obeys_it(
     assert isinstance(answer, effects.RegisterAnswer)
     assert answer.out_of_service == order
     assert bool(answer.refuse_reason) is order.no_pushes
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.OUT_OF_SERVICE
+    assert m.standing("r0")[0] is ReplicaState.OUT_OF_SERVICE
     assert m.ever(effects.SaveOutOfService) == [effects.SaveOutOfService("r0", order)]
     lost = Machine()
     lost.state = dataclasses.replace(lost.state, coordinator_id="second")

@@ -13,13 +13,9 @@ from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.replica_state import explain_state, routes
+from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
-
-
-def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def _take_out(m: Machine, replica_id: str, reason: str = "", *, no_pushes: bool = False) -> int:
@@ -73,7 +69,7 @@ def test_a_cordoned_replica_receives_and_is_not_ready() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")
     m.answer(_take_out(m, "r1", "new disk"))
-    assert _state(m, "r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: new disk")
+    assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: new disk")
     assert not _beat(m, "r1").ready
     assert _beat(m, "r1").refuse_reason == ""
     assert _targets(m) == ("r0", "r1")
@@ -89,7 +85,7 @@ def test_a_cordoned_replica_says_what_it_lacks() -> None:
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
     _take_out(m, "r1")
-    assert _state(m, "r1") == (
+    assert m.standing("r1") == (
         ReplicaState.OUT_OF_SERVICE,
         "by an operator; lacks base@1, which it is sent when it is put back into service",
     )
@@ -103,7 +99,7 @@ def test_a_cordon_is_of_the_name_and_outlives_both_sides(catalog_path: Path) -> 
     _uncordon(m, "r1")
     m.do(events.Leave(0, "r0", "i1"))
     m.register("r0", "i2")
-    assert _state(m, "r0") == (ReplicaState.OUT_OF_SERVICE, "by an operator: b")
+    assert m.standing("r0") == (ReplicaState.OUT_OF_SERVICE, "by an operator: b")
     catalog = Catalog.open(catalog_path)
     catalog.apply([e for e in m.all if isinstance(e, effects.Save)])
     catalog.close()
@@ -132,12 +128,12 @@ def test_nothing_goes_to_a_replica_that_an_operator_keeps_out() -> None:
     m.acquire("math")
     m.answer(_take_out(m, "r1", "answers nonsense", no_pushes=True))
     m.answer(_take_out(m, "r1", "does not loosen it"))
-    assert _state(m, "r1") == (
+    assert m.standing("r1") == (
         ReplicaState.OUT_OF_SERVICE,
         "by an operator: answers nonsense; it has not said yet that it refuses requests",
     )
     assert _beat(m, "r1").refuse_reason.endswith("answers nonsense")
-    assert _state(m, "r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: answers nonsense")
+    assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: answers nonsense")
     assert _targets(m, "base") == _targets(m) == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -154,7 +150,7 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_keeps_out() -> None:
     m.register("r1")
     m.pass_time(1.0)
     assert m.look_ups() == []
-    assert "no replica in contact holds" in _state(m, "r1")[1]
+    assert "no replica in contact holds" in m.standing("r1")[1]
     _uncordon(m, "r0")
     m.pass_time(1.0)
     (ticket,) = m.answer_look_ups()
@@ -172,7 +168,7 @@ def test_a_draining_replica_gets_nothing_new() -> None:
     m.acquire("math")
     m.acquire("base")
     m.answer(_drain(m, "r1", 60.0, "old card"))
-    assert _state(m, "r1") == (ReplicaState.DRAINING, "by an operator: old card")
+    assert m.standing("r1") == (ReplicaState.DRAINING, "by an operator: old card")
     assert _targets(m) == _targets(m, "base") == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -208,13 +204,13 @@ def test_a_replica_that_drains_of_its_own_accord() -> None:
     m = Machine().pool("r0", "r1")
     note = DrainNote(30.0, "told to stop")
     assert _seconds_left(m, "r1", note) == pytest.approx(30.0)
-    assert _state(m, "r1") == (ReplicaState.DRAINING, "told to stop")
+    assert m.standing("r1") == (ReplicaState.DRAINING, "told to stop")
     m.register("r1")  # the same process: the drain goes on
-    assert _state(m, "r1")[0] is ReplicaState.DRAINING
+    assert m.standing("r1")[0] is ReplicaState.DRAINING
     m.do(events.Leave(0, "r1", "i1"))
     assert "r1" not in m.state.replicas
     m.register("r1", "i2")
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -> None:
@@ -234,7 +230,7 @@ def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -
             report=ReplicaReport(drain=DrainNote(5.0, "told to stop")),
         )
     )
-    assert _state(m, "r0")[0] is ReplicaState.DRAINING
+    assert m.standing("r0")[0] is ReplicaState.DRAINING
 
 
 def test_a_draining_replica_is_the_last_choice_for_a_clone() -> None:
@@ -286,9 +282,9 @@ def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> Non
     why = "an operator took this replica out of service: nonsense"
     m.answer(_take_out(m, "r1", "nonsense", no_pushes=True))
     assert _refuse_calls(m) == [("r1", why, 1)]
-    assert _state(m, "r1")[1].endswith("it has not said yet that it refuses requests")
+    assert m.standing("r1")[1].endswith("it has not said yet that it refuses requests")
     _says(m, "r1", why, 1)
-    assert _state(m, "r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: nonsense")
+    assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: nonsense")
     answer = m.answer(_uncordon(m, "r1"))
     assert _refuse_calls(m)[1:] == [("r1", "", 2)]
     assert isinstance(answer, effects.UncordonAnswer)
@@ -296,7 +292,7 @@ def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> Non
     assert why in answer.state_reason
     assert _routed(m) == ["r0"]
     _says(m, "r1", "", 2)
-    assert _state(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
     assert _routed(m) == ["r0", "r1"]
 
 
@@ -304,12 +300,12 @@ def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> No
     m = _open_pool()
     _take_out(m, "r1", "nonsense", no_pushes=True)
     _uncordon(m, "r1")  # before the replica has heard of anything: two calls race
-    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     _says(m, "r1", "", 0)
-    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = _beat(m, "r1")
     assert (answer.refuse_reason, answer.order_number, answer.ready) == ("", 2, True)
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 2**53])
@@ -327,9 +323,9 @@ def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
             ReplicaReport(version_vector=vector, refusing="late", order_number=number),
         )
     )
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
     m.do(events.RefuseAnswered("r1", "i0", "another process", 2))
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_one_that_refuses_by_itself_is_not_ready() -> None:
@@ -340,7 +336,7 @@ def test_one_that_refuses_by_itself_is_not_ready() -> None:
             0, "r1", "i1", ReplicaReport(version_vector=vector, refusing="bare names are refused")
         )
     )
-    assert _state(m, "r1") == (
+    assert m.standing("r1") == (
         ReplicaState.PENDING_WEIGHTS,
         "it has not said yet that it takes requests, it said last: bare names are refused",
     )
@@ -358,7 +354,7 @@ def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> 
     again = _registered(m, "r1")
     report = dataclasses.replace(again.report, refusing="an operator ordered it")
     m.do(dataclasses.replace(again, report=report))
-    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = m.answer(900)
     assert isinstance(answer, effects.RegisterAnswer)
     assert answer.refuse_reason == ""

@@ -146,7 +146,7 @@ def test_no_lost_replica_is_told_to_commit() -> None:
     m.stage_all(ticket)
     assert {c.replica_id for c in m.ever(effects.CallCommit)} == {"r1", "r2"}
     m.answer_commits(ticket)
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.LOST
+    assert m.standing("r0")[0] is ReplicaState.LOST
 
 
 # -- whoever remains -------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_receiver_that_fails_by_itself_leaves_the_push(reason: str, phase: Pha
     assert (after.phase, after.targets, after.lost) == (Phase.FORMING, ("r0", "r2"), ("r1",))
     assert after.losses["r1"].reason == reason
     # It spoke for itself: it is in contact, and no reason to route nothing to it.
-    assert explain_state(m.state, m.state.replicas["r1"])[0] is not ReplicaState.LOST
+    assert m.standing("r1")[0] is not ReplicaState.LOST
 
 
 def test_where_every_receiver_fails_the_push_ends_with_the_last_reason() -> None:

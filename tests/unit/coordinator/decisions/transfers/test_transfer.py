@@ -254,8 +254,8 @@ def test_one_replica_that_does_not_switch_leaves_service() -> None:
     m.answer_commits(ticket, r1=GONE)
     assert m.answered(waiter)
     assert m.transfer(ticket).phase is Phase.COMMITTED
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.READY
-    assert explain_state(m.state, m.state.replicas["r1"])[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r0")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_a_replica_lost_after_the_commit_point_is_not_waited_for() -> None:
@@ -292,7 +292,7 @@ def test_when_somebody_may_hold_it_the_commit_stands(other: object) -> None:
     assert m.error(waiter).reason == "LOAD_FAILED"
     assert m.transfer(ticket).phase is Phase.COMMITTED
     assert m.state.vector.adapters["math"].alias == 1
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r0")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_awaiting_an_ended_transfer_answers_at_once() -> None:
