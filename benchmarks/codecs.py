@@ -22,7 +22,13 @@ from benchmarks.machine import describe
 from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
+from weft_rl.contract.replica_report import (
+    DrainNote,
+    EngineReport,
+    ReplicaReport,
+    ReplicaWork,
+    Sleep,
+)
 from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
@@ -78,7 +84,9 @@ def _report_to(report: ReplicaReport) -> registry_pb2.ReplicaReport:
         work=registry_pb2.Work(what=work.what, silence=_duration_to(work.silence_seconds))
         if work
         else None,
-        draft_version=report.draft_version,
+        engine=registry_pb2.EngineReport(draft_version=report.engine.draft_version)
+        if report.engine
+        else None,
     )
 
 
@@ -104,7 +112,7 @@ def _report_from(message: registry_pb2.ReplicaReport) -> ReplicaReport:
         work=ReplicaWork(work.what, _duration_from(work.silence))
         if message.HasField("work")
         else None,
-        draft_version=message.draft_version,
+        engine=EngineReport(message.engine.draft_version) if message.HasField("engine") else None,
     )
 
 

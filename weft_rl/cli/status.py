@@ -252,8 +252,9 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
 
 def stale_draft(replica: pb.Replica) -> str:
     """Describe a replica whose draft model was not pushed with its base; empty for others."""
-    method, version = replica.capabilities.draft_method, replica.report.draft_version
-    if not method or replica.version_vector.base == version:
+    method, version = replica.capabilities.draft_method, replica.report.engine.draft_version
+    is_told = replica.report.HasField("engine")
+    if not method or not is_told or replica.version_vector.base == version:
         return ""
     if not replica.capabilities.draft_fingerprint:
         return f"drafts tokens by {method}, which no push updates: fewer drafts are accepted"

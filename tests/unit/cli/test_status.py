@@ -12,7 +12,7 @@ from weft_rl.cli import status
 from weft_rl.cli.status import render, stale_draft, vector_text
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.v1 import inspect_pb2 as pb
-from weft_rl.v1 import types_pb2
+from weft_rl.v1 import registry_pb2, types_pb2
 
 
 def vector(base: int, **adapters: int) -> types_pb2.VersionVector:
@@ -119,6 +119,7 @@ def test_a_draft_that_no_push_updates_is_said_after_a_push() -> None:
     for base, is_said in ((0, False), (1, True)):
         drafts = replica(0, vector(base))
         drafts.capabilities.draft_method = "eagle3"
+        drafts.report.engine.SetInParent()
         pool = pb.GetPoolResponse(version_vector=vector(base), replicas=[drafts])
         assert ("eagle3" in shown(pool)) is is_said
 
@@ -130,7 +131,7 @@ def test_a_draft_that_no_push_updates_is_said_after_a_push() -> None:
 def test_a_draft_of_another_base_is_said(version: int, base: int, said: str) -> None:
     drafts = replica(0, vector(base))
     drafts.capabilities.draft_method, drafts.capabilities.draft_fingerprint = "mtp", "f" * 64
-    drafts.report.draft_version = version
+    drafts.report.engine.CopyFrom(registry_pb2.EngineReport(draft_version=version))
     text = stale_draft(drafts)
     assert bool(text) is bool(said)
     assert said in text

@@ -166,8 +166,7 @@ class Replica:
             spilled_versions=self.spilled,
             dirty_reason=self.dirty_reason,
             base_as_started=self.report.base_as_started and is_of_now,
-            # Until it has said what came with this base, it counts as complete.
-            draft_version=self.report.draft_version if is_of_now else self.vector.base,
+            engine=self.report.engine if is_of_now else None,
             refusing=self.refusing,
             order_number=self.order_number,
             sleep=self.asleep,
