@@ -38,10 +38,10 @@ async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
     await (await pool.trainer()).push()
     assert replica.vector.adapters["math"].alias == 1
     await pool.restart()
-    (order,) = (await pool.seen()).out_of_service
-    assert (order.replica_id, order.order.reason) == ("r0", "new disk")
+    order = (await pool.seen()).problems[-1]
+    assert order.message == "r0 is not in the pool, and out of service by an operator: new disk"
     await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
-    assert not (await pool.seen()).out_of_service
+    assert "r0" not in str((await pool.seen()).problems)
 
 
 async def test_one_that_is_kept_out_is_told_to_refuse(pool: Pool) -> None:

@@ -131,7 +131,7 @@ def test_cordon_uncordon(pool: Pool, engines: list[EngineDouble]) -> None:
     weft(pool, "cordon", "replica-0", "--no-pushes", "--reason", "nonsense")
     until(lambda: "out of service: nonsense" in engines[0].refuse_reason)
     pool.remove_replica("replica-0")
-    assert "replica-0 is not in the pool; out of service by an operator: nonsense" in weft(
+    assert "replica-0 is not in the pool, and out of service by an operator: nonsense" in weft(
         pool, "status"
     )
     assert "as soon as" in weft(pool, "uncordon", "replica-0")

@@ -511,34 +511,6 @@ class VersionDifference(_message.Message):
 Global___VersionDifference: _TypeAlias = VersionDifference  # noqa: Y015
 
 @_typing.final
-class OutOfServiceOrder(_message.Message):
-    """An operator's order that keeps a replica out of service."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REPLICA_ID_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
-    replica_id: _builtins.str
-    """Of which replica; it need not be in the pool now."""
-    @_builtins.property
-    def order(self) -> _registry_pb2.OutOfService:
-        """The order."""
-
-    def __init__(
-        self,
-        *,
-        replica_id: _builtins.str = ...,
-        order: _registry_pb2.OutOfService | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "replica_id", b"replica_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OutOfServiceOrder: _TypeAlias = OutOfServiceOrder  # noqa: Y015
-
-@_typing.final
 class BoundCheckpoint(_message.Message):
     """The checkpoint that base@0 is in this pool; durable."""
 
@@ -942,7 +914,6 @@ class GetPoolResponse(_message.Message):
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
-    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     VERSION_VECTORS_FIELD_NUMBER: _builtins.int
     REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
     NEXT_REPLICA_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
@@ -951,7 +922,6 @@ class GetPoolResponse(_message.Message):
     BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
-    NUM_MORE_OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     UNUSED_FILES_FIELD_NUMBER: _builtins.int
     NUM_POLICIES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
@@ -973,8 +943,6 @@ class GetPoolResponse(_message.Message):
     """The same of ListTransfers."""
     protocol_revision: _builtins.int
     """Revision of the protocol that the coordinator speaks (see types.proto)."""
-    num_more_out_of_service: _builtins.int
-    """How many orders stand beside those in `out_of_service`."""
     num_policies: _builtins.int
     """Of the whole pool, those that never had a version included."""
     num_more_problems: _builtins.int
@@ -1004,12 +972,6 @@ class GetPoolResponse(_message.Message):
     @_builtins.property
     def last_transfer(self) -> _publish_pb2.Transfer:
         """The transfer that ended last; absent when none has."""
-
-    @_builtins.property
-    def out_of_service(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfServiceOrder]:
-        """Orders of AdminService.Cordon that stand, sorted by replica; the first
-        of them. Replicas of the pool say theirs themselves (Replica.state_reason).
-        """
 
     @_builtins.property
     def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
@@ -1048,7 +1010,6 @@ class GetPoolResponse(_message.Message):
         last_transfer: _publish_pb2.Transfer | None = ...,
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
-        out_of_service: _abc.Iterable[Global___OutOfServiceOrder] | None = ...,
         version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
         replica_counts: _abc.Iterable[Global___ReplicaCount] | None = ...,
         next_replica_page_token: _builtins.str = ...,
@@ -1057,7 +1018,6 @@ class GetPoolResponse(_message.Message):
         base_checkpoint: Global___BoundCheckpoint | None = ...,
         protocol_revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
-        num_more_out_of_service: _builtins.int = ...,
         unused_files: _abc.Iterable[_builtins.str] | None = ...,
         num_policies: _builtins.int = ...,
         problems: _abc.Iterable[Global___Problem] | None = ...,
@@ -1068,7 +1028,7 @@ class GetPoolResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "listen", b"listen", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "listen", b"listen", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

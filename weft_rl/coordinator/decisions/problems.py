@@ -93,6 +93,7 @@ def problems(
         *_findings_of_pool(state, now),
         *_findings_of_policies(state),
         *_findings_of_replicas(state),
+        *_findings_of_absent(state),
     ]
     findings.sort(key=lambda one: -one.severity)
     shown = tuple(
@@ -262,6 +263,19 @@ def _findings_of_order(
     for replica in replicas:
         explain = partial(_explain, state, replica)
         yield _Finding(Severity.WARNING, explain, replica.replica_id)
+
+
+def _findings_of_absent(state: PoolState) -> Iterator[_Finding]:
+    """Yield a finding for each order that keeps out replicas which are not in the pool."""
+    alike = dict[str, list[str]]()
+    for name, order in sorted(state.out_of_service.items()):
+        if name not in state.replicas:
+            alike.setdefault(f"{order}", []).append(name)
+    for why, names in alike.items():
+        are = "is" if len(names) == 1 else "are"
+        text = f"{_named(names)} {are} not in the pool, and out of service {why}"
+        only = names[0] if len(names) == 1 else ""
+        yield _Finding(Severity.WARNING, partial(str, text), only)
 
 
 def _explain_order(where: ReplicaState, order: str, replicas: Sequence[Replica]) -> str:

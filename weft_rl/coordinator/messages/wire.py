@@ -18,7 +18,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     PoolState,
     num_retained,
 )
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
     VersionDifference,
     explain_state,
@@ -62,7 +62,6 @@ converter(SendPlan, types_pb2.SendPlan, send_plan_to_proto, send_plan_from_proto
 CONTENT: Final = codec(ContentDigest, types_pb2.ContentDigest)
 FACTS: Final = codec(RecordedFacts, types_pb2.VersionFacts)
 _BOUND: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
-ORDER: Final = codec(OutOfService, registry_pb2.OutOfService)
 DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
 _PROBLEM: Final = codec(Problem, inspect_pb2.Problem, told=["subject"])
 
@@ -404,9 +403,6 @@ SPILLED_COPY: Final = codec(
 
 # -- the pool as a whole ---------------------------------------------------------
 
-#: Bound of the orders in GetPool, which stays below 1 MiB.
-_ORDERS_BYTES: Final = 128 * 1024
-
 
 def pool_to_proto(
     state: PoolState,
@@ -423,21 +419,12 @@ def pool_to_proto(
         unused_files: Files of the coordinator's that are not used, with the reasons.
         unwritten_reason: Why events are not in the catalog; empty if they are.
     """
-    orders = cut(
-        sorted(state.out_of_service),
-        lambda name: inspect_pb2.OutOfServiceOrder(
-            replica_id=name, order=ORDER.encode(state.out_of_service[name])
-        ),
-        max_bytes=_ORDERS_BYTES,
-    ).entries
     found = problems(state, now, unused_files, unwritten_reason)
     counts = Counter(replica_state(state, r) for r in state.replicas.values())
     return inspect_pb2.GetPoolResponse(
         base_fingerprint=state.fingerprint,
         weft_version=__version__,
         coordinator_generation=state.generation,
-        out_of_service=orders,
-        num_more_out_of_service=len(state.out_of_service) - len(orders),
         replica_counts=[
             inspect_pb2.ReplicaCount(
                 state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count

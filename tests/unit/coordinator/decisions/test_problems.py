@@ -207,6 +207,21 @@ def test_who_sleeps_drains_or_is_out_of_service_is_so_by_order() -> None:
     assert {p.severity for p in found} == {Severity.WARNING}
 
 
+def test_orders_for_replicas_that_are_not_in_the_pool_are_warnings() -> None:
+    m = _pool("r0", "r1", "r2", "r3")
+    for name, why in (("r1", "new disk"), ("r2", "new disk"), ("r3", "")):
+        _take_out(m, name, why)
+        m.do(events.Leave(0, name, "i1"))
+    assert [(p.severity, p.replica_id, p.message) for p in _found(m)] == [
+        (
+            Severity.WARNING,
+            "",
+            "r1, r2 are not in the pool, and out of service by an operator: new disk",
+        ),
+        (Severity.WARNING, "r3", "r3 is not in the pool, and out of service by an operator"),
+    ]
+
+
 def test_many_out_of_service_by_one_order_are_one_warning() -> None:
     m = _pool(*(f"r{i:02}" for i in range(65)))
     m.run_to(Phase.COMMITTED)

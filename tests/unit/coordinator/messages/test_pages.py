@@ -74,10 +74,8 @@ def test_the_whole_pool_is_listed_in_messages_below_a_mib(unlike: bool) -> None:
     assert [(c.state, c.num_replicas) for c in pool.replica_counts] == [
         (pb.REPLICA_STATE_READY, 1000)
     ]
-    orders = [order.replica_id for order in pool.out_of_service]
-    assert orders == sorted(state.out_of_service)[: len(orders)]
-    assert len(orders) + pool.num_more_out_of_service == 2000
-    assert 100 < len(orders) < 2000
+    (orders,) = pool.problems
+    assert orders.message.startswith("elsewhere-0000, elsewhere-0001, elsewhere-0002 and 1997 more")
     assert coordinator.largest < MIB
 
 

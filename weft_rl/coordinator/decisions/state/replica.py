@@ -79,6 +79,9 @@ class OutOfService:
     no_pushes: bool = False
     """True if the replica is kept out of transfers, too, and refuses requests."""
 
+    def __str__(self) -> str:
+        return f"by an operator{self.reason and ': '}{self.reason}"
+
 
 @dataclass(frozen=True)
 class ReplicaDrain:

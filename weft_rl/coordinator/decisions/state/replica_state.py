@@ -254,7 +254,7 @@ def explain_orders(state: PoolState, replica: Replica) -> str:
     sleep = state.sleeps.get(replica.replica_id)
     said, found = replica.asleep, list[str]()
     if order is not None:
-        found.append(f"by an operator{order.reason and ': '}{order.reason}")
+        found.append(str(order))
         if order.no_pushes and not replica.refusing:
             found.append("it has not said yet that it refuses requests")
     if sleep is not None:
