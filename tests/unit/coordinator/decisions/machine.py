@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from weft_rl.contract.adapter_config import AdapterSpec
@@ -128,7 +129,7 @@ class Machine:
     def ever(self, kind: type[E]) -> list[E]:
         return [effect for effect in self.all if isinstance(effect, kind)]
 
-    def answer(self, ticket: int) -> effects.Answer:
+    def answer(self, ticket: int) -> Any:
         (reply,) = [e for e in self.ever(effects.Reply) if e.ticket == ticket]
         return reply.answer
 
@@ -198,6 +199,28 @@ class Machine:
             )
         )
         return ticket
+
+    def beat(
+        self,
+        replica_id: str,
+        incarnation: str = "",
+        *,
+        ticket: int = 0,
+        staged: Mapping[str, VersionRecord | None] | None = None,
+        held: tuple[HeldVersionRecord, ...] = (),
+        complete: bool = False,
+        **said: Any,
+    ) -> Any:
+        """A heartbeat that says what is known already, but for ``said``; returns its answer."""
+        replica = self.state.replicas.get(replica_id)
+        if replica is not None:
+            said.setdefault("version_vector", replica.vector)
+            incarnation = incarnation or replica.incarnation
+        report, ticket = ReplicaReport(**said), ticket or next(self.ids)
+        self.do(
+            events.Heartbeat(ticket, replica_id, incarnation, report, staged or {}, held, complete)
+        )
+        return next((e.answer for e in self.found(effects.Reply) if e.ticket == ticket), None)
 
     def heard(self, held: dict[str, bytes]) -> tuple[HeldVersionRecord, ...]:
         """Digests by version; those of what is spilled with a + behind it."""

@@ -17,7 +17,6 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.manifest import WSUM64
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase
 from weft_rl.coordinator.decisions.step import step
@@ -254,11 +253,7 @@ def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
     for name, no_pushes in (("r1", False), ("r2", True)):
         m.do(events.TakeOutOfService(next(m.ids), name, "disk", no_pushes))
     m.do(events.DrainReplica(next(m.ids), "r3", 60.0, "new kernel"))
-    m.do(
-        events.Heartbeat(
-            0, "r0", "i1", ReplicaReport(version_vector=m.state.vector, refusing="it starts")
-        )
-    )
+    m.beat("r0", version_vector=m.state.vector, refusing="it starts")
     m.register("r4")
     m.register("r5", dirty_reason="a load failed midway")
     seen = {

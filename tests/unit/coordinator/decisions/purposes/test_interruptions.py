@@ -12,7 +12,6 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
@@ -270,18 +269,10 @@ def test_a_replica_that_loads_a_clone_in_place_is_not_ready_whatever_it_said() -
     (clone,) = m.answer_look_ups(layout=LARGE)
     _stage_some(m, clone)
     m.do(events.RankLoadDue(m.transfer(clone).group_id, f"t{clone}", 1))
-    m.do(
-        events.Heartbeat(
-            77,
-            "r1",
-            "i1",
-            ReplicaReport(
-                version_vector=m.state.vector, retained_base_versions=(1,), dirty_reason=""
-            ),
-        )
+    m.beat(
+        "r1", ticket=77, version_vector=m.state.vector, retained_base_versions=(1,), dirty_reason=""
     )
     answer = m.answer(77)
-    assert isinstance(answer, effects.HeartbeatAnswer)
     assert not answer.ready
     assert m.transfer(clone).phase is Phase.STAGING
 

@@ -22,7 +22,6 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
@@ -150,7 +149,7 @@ def test_a_broken_stream_puts_it_off_and_disturbs_nothing_else(rank: int) -> Non
         assert m.standing("r1")[0] is ReplicaState.LOST
         m.do(events.Tick())
         assert not m.look_ups()
-        m.do(events.Heartbeat(7, "r1", "i1", ReplicaReport()))
+        m.beat("r1", ticket=7, version_vector=VersionVector())
     where, why = m.standing("r1")
     assert where is ReplicaState.PENDING_WEIGHTS
     assert "could not be brought yet" in why
@@ -328,16 +327,7 @@ def test_a_clone_is_not_begun_to_who_was_lost_while_it_was_looked_up() -> None:
     m.do(events.Tick())
     for _ in range(8):
         m.now += 1
-        m.do(
-            events.Heartbeat(
-                8,
-                "r0",
-                "i1",
-                ReplicaReport(
-                    version_vector=m.state.replicas["r0"].vector, retained_base_versions=(1,)
-                ),
-            )
-        )
+        m.beat("r0", ticket=8, retained_base_versions=(1,))
         m.do(events.Tick())
     assert m.state.replicas["r1"].lost
     assert m.answer_look_ups() == []

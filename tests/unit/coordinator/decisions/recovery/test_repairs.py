@@ -10,9 +10,8 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     serving_pool,
 )
 from weft_rl.contract.names import AdapterVersions, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.repair import Restore
-from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
@@ -35,20 +34,8 @@ def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
     m = Machine().pool("r0")
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
-    replica = m.state.replicas["r0"]
     m.now += 5
-    m.do(
-        events.Heartbeat(
-            9,
-            "r0",
-            "i1",
-            ReplicaReport(
-                version_vector=replica.vector,
-                retained_base_versions=(1,),
-                dirty_reason="a layer burned",
-            ),
-        )
-    )
+    m.beat("r0", ticket=9, retained_base_versions=(1,), dirty_reason="a layer burned")
     assert m.standing("r0") == (ReplicaState.QUARANTINED, "a layer burned")
     ticket = next_clone(m)
     assert isinstance(m.transfer(ticket).purpose, Restore)

@@ -86,8 +86,7 @@ def test_a_corrupt_copy_is_noted_and_once_it_is_not_listed_the_owner_is_asked() 
     m.answer_commit(_next(m), "r0", MISMATCH)
     _, why = m.standing("r0")
     assert "could not be brought yet, it is tried again: these are not its files" in why
-    replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i2", ReplicaReport(version_vector=replica.vector)))
+    m.beat("r0", "i2")
     m.pass_time(4)
     asked = {e.subject for e in m.ever(effects.Announce) if e.kind == "publish_again_wanted"}
     assert asked == {"base@1", "math@2"}

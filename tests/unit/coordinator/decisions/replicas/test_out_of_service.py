@@ -37,22 +37,13 @@ def _drain(m: Machine, replica_id: str, seconds: float = 60.0, reason: str = "")
 
 
 def _beat(m: Machine, replica_id: str, note: DrainNote | None = None) -> effects.HeartbeatAnswer:
-    ticket, replica = next(m.ids), m.state.replicas[replica_id]
-    m.do(
-        events.Heartbeat(
-            ticket,
-            replica_id,
-            replica.incarnation,
-            ReplicaReport(
-                version_vector=replica.vector,
-                retained_base_versions=replica.retained,
-                drain=note,
-                refusing=refuse_reason(m.state, replica_id),
-                order_number=m.state.order_number,
-            ),
-        )
+    answer = m.beat(
+        replica_id,
+        retained_base_versions=m.state.replicas[replica_id].retained,
+        drain=note,
+        refusing=refuse_reason(m.state, replica_id),
+        order_number=m.state.order_number,
     )
-    answer = m.answer(ticket)
     assert isinstance(answer, effects.HeartbeatAnswer)
     return answer
 
@@ -315,14 +306,7 @@ def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
     _uncordon(m, "r1")
     _says(m, "r1", "", 2)
     vector = m.state.replicas["r1"].vector
-    m.do(
-        events.Heartbeat(
-            0,
-            "r1",
-            "i1",
-            ReplicaReport(version_vector=vector, refusing="late", order_number=number),
-        )
-    )
+    m.beat("r1", version_vector=vector, refusing="late", order_number=number)
     assert m.standing("r1")[0] is ReplicaState.READY
     m.do(events.RefuseAnswered("r1", "i0", "another process", 2))
     assert m.standing("r1")[0] is ReplicaState.READY
@@ -331,11 +315,7 @@ def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
 def test_one_that_refuses_by_itself_is_not_ready() -> None:
     m = _open_pool()
     vector = m.state.replicas["r1"].vector
-    m.do(
-        events.Heartbeat(
-            0, "r1", "i1", ReplicaReport(version_vector=vector, refusing="bare names are refused")
-        )
-    )
+    m.beat("r1", version_vector=vector, refusing="bare names are refused")
     assert m.standing("r1") == (
         ReplicaState.PENDING_WEIGHTS,
         "it has not said yet that it takes requests, it said last: bare names are refused",
@@ -349,14 +329,12 @@ def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> 
     m = _open_pool()
     _take_out(m, "r0", "nonsense", no_pushes=True)
     answer = m.answer(m.register("r0"))
-    assert isinstance(answer, effects.RegisterAnswer)
     assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
     again = _registered(m, "r1")
     report = dataclasses.replace(again.report, refusing="an operator ordered it")
     m.do(dataclasses.replace(again, report=report))
     assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = m.answer(900)
-    assert isinstance(answer, effects.RegisterAnswer)
     assert answer.refuse_reason == ""
 
 
@@ -386,17 +364,12 @@ def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
 def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     m = _open_pool()
     vector = m.state.replicas["r0"].vector
-    m.do(
-        events.Heartbeat(
-            0, "r0", "i1", ReplicaReport(version_vector=vector, dirty_reason="the engine broke")
-        )
-    )
+    m.beat("r0", version_vector=vector, dirty_reason="the engine broke")
     error = m.error(_uncordon(m, "r0"))
     assert (error.reason, "the engine broke" in error.message) == ("NOT_TAKEN_OUT_OF_SERVICE", True)
     _drain(m, "r1", reason="old card")
     assert m.error(_uncordon(m, "r1")).reason == "NOT_TAKEN_OUT_OF_SERVICE"
     _take_out(m, "r1")  # the name may come back: the order goes
     answer = m.answer(_uncordon(m, "r1"))
-    assert isinstance(answer, effects.UncordonAnswer)
     assert answer.state is ReplicaState.DRAINING
     assert not m.state.out_of_service

@@ -12,7 +12,8 @@ from weft_rl.contract.errors import (
     RequestConflictError,
     TransferTimeoutError,
 )
-from weft_rl.contract.replica_report import ReplicaReport, Sleep
+from weft_rl.contract.names import VersionVector
+from weft_rl.contract.replica_report import Sleep
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
@@ -269,7 +270,7 @@ def test_a_call_that_waits_is_told_that_the_opposite_was_ordered() -> None:
 def test_a_new_order_puts_woken_weights_to_sleep_again() -> None:
     m = _slept()
     m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(sleep=Sleep("t1", weights_awake=True))))
+    m.beat("r0", version_vector=VersionVector(), sleep=Sleep("t1", weights_awake=True))
     assert m.standing("r0")[1] == "for trainer t1, its weights awake"
     ticket = _sleep(m)
     assert _called(m, effects.CallSleep) == ["r0", "r1", "r0", "r1"]

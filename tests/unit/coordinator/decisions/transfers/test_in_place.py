@@ -237,17 +237,8 @@ def test_what_came_whole_is_committed_though_the_coordinator_died() -> None:
     m.do(events.Leave(next(m.ids), "r0", "i1"))
     m.register("r0", loads_in_place=True, dirty_reason=dirty, incarnation="i2")
     staged = {"t-old": record}
-    replica = m.state.replicas["r0"]
-    m.do(
-        events.Heartbeat(
-            next(m.ids),
-            "r0",
-            "i2",
-            ReplicaReport(
-                version_vector=replica.vector, retained_base_versions=(), dirty_reason=dirty
-            ),
-            staged=staged,
-        )
+    m.beat(
+        "r0", "i2", ticket=next(m.ids), retained_base_versions=(), dirty_reason=dirty, staged=staged
     )
     (call,) = m.found(effects.CallCommit)
     assert record is not None

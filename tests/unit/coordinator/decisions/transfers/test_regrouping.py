@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, Machine
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import eligible_targets, explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
@@ -132,9 +131,7 @@ def test_a_lost_replica_is_no_target_until_it_is_heard_again() -> None:
     replica = m.state.replicas["r1"]
     assert explain_state(m.state, replica)[0] is ReplicaState.LOST
     assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r2"]
-    m.do(
-        events.Heartbeat(0, "r1", replica.incarnation, ReplicaReport(version_vector=replica.vector))
-    )
+    m.beat("r1")
     assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r1", "r2"]
 
 

@@ -6,7 +6,7 @@ import itertools
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, pass_stuck, suspects_of
-from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import ReplicaWork
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
@@ -63,14 +63,7 @@ def test_a_suspect_is_routed_only_once_its_engine_takes_orders_and_serves_all() 
     _told(m)
     assert [r.replica_id for r in routes(m.state)] == ["r0"]
     assert eligible_targets(m.state) == [], "what receives may hang on"
-    replica = m.state.replicas["r0"]
-    m.do(
-        events.Heartbeat(
-            77, "r0", replica.incarnation, ReplicaReport(version_vector=replica.vector)
-        )
-    )
-    answer = m.answer(77)
-    assert isinstance(answer, effects.HeartbeatAnswer)
+    answer = m.beat("r0")
     assert answer.ready
     m = _suspect("r0", "r1")  # that push is served: it lacks the version
     _told(m)

@@ -15,7 +15,6 @@ from tests.unit.coordinator.decisions.machine import (
     saved_versions,
 )
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import SendAbort
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
@@ -154,11 +153,7 @@ def test_a_lost_replica_aborts(phase: Phase) -> None:
     m, _, waiter = _pushing(phase)
     for _ in range(30):
         m.now += 0.25
-        m.do(
-            events.Heartbeat(
-                0, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
-            )
-        )
+        m.beat("r0")
         m.do(events.RenewLease(0, "math", 1))
         m.do(events.Tick())
     assert m.error(waiter).metadata["member"] == "r1"
