@@ -1,9 +1,9 @@
 """Orders that take a replica out of service: cordon and drain.
 
-Cordons are kept by name, for replicas of the pool or not. A replica is told at
-once to refuse requests, or to take them again. It says what it enforces in its answer and in
-every heartbeat. A call and an answer to a heartbeat may overtake each other, so orders are
-numbered: the newest counts, on both sides.
+Cordons are kept by name, for replicas of the pool or not. A replica is told at once to refuse
+requests, or to take them again. It says what it enforces in its answer and in every heartbeat. A
+call and an answer to a heartbeat may overtake each other, so orders are numbered: the newest
+counts, on both sides.
 
 In a drain a replica leaves in good order. An operator begins it at the coordinator, which tells
 the replica with the next heartbeat; or the replica does, when its process is told to stop. From

@@ -213,13 +213,8 @@ def is_routable(state: PoolState, replica: Replica) -> bool:
 
     A suspect is routable, too, once its engine has taken the order to attend a probe.
     """
-    known = state_reason(state, replica)
-    if (
-        known is StateReason.STALLED
-        and replica.suspect
-        and replica.suspect.is_told
-        and not replica.work
-    ):
+    known, suspect = state_reason(state, replica), replica.suspect
+    if known is StateReason.STALLED and suspect and suspect.is_told and not replica.work:
         known = _lack(state, replica)
     return known is StateReason.READY
 
