@@ -166,7 +166,7 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """Never sent."""
     EVENT_KIND_REPLICA_READY: _EventKind.ValueType  # 1
     """A replica's state has changed to REPLICA_STATE_READY; likewise the next six."""
-    EVENT_KIND_REPLICA_PENDING: _EventKind.ValueType  # 2
+    EVENT_KIND_REPLICA_PENDING_WEIGHTS: _EventKind.ValueType  # 2
     """To REPLICA_STATE_PENDING_WEIGHTS."""
     EVENT_KIND_REPLICA_LOST: _EventKind.ValueType  # 3
     """To REPLICA_STATE_LOST; or it left the pool without a drain."""
@@ -260,7 +260,7 @@ EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
 """Never sent."""
 EVENT_KIND_REPLICA_READY: EventKind.ValueType  # 1
 """A replica's state has changed to REPLICA_STATE_READY; likewise the next six."""
-EVENT_KIND_REPLICA_PENDING: EventKind.ValueType  # 2
+EVENT_KIND_REPLICA_PENDING_WEIGHTS: EventKind.ValueType  # 2
 """To REPLICA_STATE_PENDING_WEIGHTS."""
 EVENT_KIND_REPLICA_LOST: EventKind.ValueType  # 3
 """To REPLICA_STATE_LOST; or it left the pool without a drain."""

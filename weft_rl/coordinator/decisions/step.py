@@ -37,7 +37,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     state_reason,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import (
     abort,
     lifecycle,
@@ -46,17 +46,6 @@ from weft_rl.coordinator.decisions.transfers import (
     suspects,
     withdrawals,
 )
-
-_EVENT_KINDS = {
-    ReplicaState.READY: EventKind.REPLICA_READY,
-    ReplicaState.PENDING_WEIGHTS: EventKind.REPLICA_PENDING,
-    ReplicaState.LOST: EventKind.REPLICA_LOST,
-    ReplicaState.QUARANTINED: EventKind.REPLICA_QUARANTINED,
-    ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
-    ReplicaState.OUT_OF_SERVICE: EventKind.REPLICA_OUT_OF_SERVICE,
-    ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
-    ReplicaState.ASLEEP: EventKind.REPLICA_ASLEEP,
-}
 
 
 def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, list[Effect]]:
@@ -333,7 +322,7 @@ def _announce_states(change: Change) -> None:
             replica = change.put_replica(replace(replica, routed=routed, announced=known))
         if was is None or known.state is not was.state:
             where, why = explain_state(change.state, replica)
-            change.announce(_EVENT_KINDS[where], replica.replica_id, why)
+            change.announce(EventKind[f"REPLICA_{where.name}"], replica.replica_id, why)
 
 
 def _note_routes(before: PoolState, change: Change) -> None:

@@ -135,7 +135,7 @@ def test_no_flapping_between_the_commit_point_and_the_switch() -> None:
     ticket = m.run_to(Phase.COMMITTING)
     assert m.standing("r0")[0] is ReplicaState.READY
     m.answer_commits(ticket)
-    pending = [a for a in m.ever(effects.Announce) if a.kind == "replica_pending"]
+    pending = [a for a in m.ever(effects.Announce) if a.kind == "replica_pending_weights"]
     assert not pending
 
 

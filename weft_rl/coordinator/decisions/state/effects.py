@@ -632,7 +632,7 @@ class EventKind(enum.StrEnum):
     """
 
     REPLICA_READY = enum.auto()
-    REPLICA_PENDING = enum.auto()
+    REPLICA_PENDING_WEIGHTS = enum.auto()
     REPLICA_LOST = enum.auto()
     REPLICA_QUARANTINED = enum.auto()
     REPLICA_DRAINING = enum.auto()

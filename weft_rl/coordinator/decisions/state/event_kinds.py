@@ -41,7 +41,7 @@ TOPICS: Final[Mapping[str, frozenset[EventKind]]] = {
     "replicas": frozenset(
         {
             EventKind.REPLICA_READY,
-            EventKind.REPLICA_PENDING,
+            EventKind.REPLICA_PENDING_WEIGHTS,
             EventKind.REPLICA_LOST,
             EventKind.REPLICA_QUARANTINED,
             EventKind.REPLICA_DRAINING,

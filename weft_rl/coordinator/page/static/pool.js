@@ -13,7 +13,7 @@ const FEW = 20; // of the newest entries, in which new ones are looked for
 
 const TONES = { EVENT_OUTCOME_SUCCESS: "good", EVENT_OUTCOME_FAILURE: "bad" };
 const STATES = {
-  REPLICA_READY: "ready", REPLICA_PENDING: "pending_weights", REPLICA_LOST: "lost",
+  REPLICA_READY: "ready", REPLICA_PENDING_WEIGHTS: "pending_weights", REPLICA_LOST: "lost",
   REPLICA_QUARANTINED: "quarantined", REPLICA_DRAINING: "draining",
   REPLICA_OUT_OF_SERVICE: "out_of_service", REPLICA_ASLEEP: "asleep", REPLICA_SUSPECT: "suspect", REPLICA_LEFT: "gone",
 };

@@ -19,6 +19,7 @@ from weft_rl.contract.names import VersionVector
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
 from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.replica import Suspect
 from weft_rl.coordinator.decisions.state.replica_state import state_reason
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState, StateReason
@@ -235,6 +236,7 @@ STATES: Final[dict[str, tuple[Step, StateReason, str, Step]]] = {
 def test_every_reason_has_its_sentence() -> None:
     assert {known for _, known, _, _ in STATES.values()} == set(StateReason)
     assert {known.state for known in StateReason} == set(ReplicaState)
+    assert all(f"REPLICA_{state.name}" in EventKind.__members__ for state in ReplicaState)
 
 
 @pytest.mark.parametrize("name", STATES)
