@@ -22,13 +22,19 @@ from benchmarks.machine import describe
 from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
+from weft_rl.contract.replica_report import (
+    DrainNote,
+    EngineReport,
+    ReplicaReport,
+    ReplicaWork,
+    Sleep,
+)
 from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import VersionDifference
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
-from weft_rl.coordinator.decisions.state.values import ContentDigest, ReplicaState
+from weft_rl.coordinator.decisions.state.values import ContentDigest
 from weft_rl.coordinator.messages import wire
 from weft_rl.coordinator.services.calls import CODECS
 from weft_rl.ipc.packing import packing
@@ -79,7 +85,9 @@ def _report_to(report: ReplicaReport) -> registry_pb2.ReplicaReport:
         work=registry_pb2.Work(what=work.what, silence=_duration_to(work.silence_seconds))
         if work
         else None,
-        draft_version=report.draft_version,
+        engine=registry_pb2.EngineReport(draft_version=report.engine.draft_version)
+        if report.engine
+        else None,
     )
 
 
@@ -105,7 +113,7 @@ def _report_from(message: registry_pb2.ReplicaReport) -> ReplicaReport:
         work=ReplicaWork(work.what, _duration_from(work.silence))
         if message.HasField("work")
         else None,
-        draft_version=message.draft_version,
+        engine=EngineReport(message.engine.draft_version) if message.HasField("engine") else None,
     )
 
 
@@ -203,9 +211,7 @@ def _drain_to(drain: DrainNote | None) -> registry_pb2.Drain | None:
 def _order_to(order: OutOfService | None) -> registry_pb2.OutOfService | None:
     if order is None:
         return None
-    return registry_pb2.OutOfService(
-        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
-    )
+    return registry_pb2.OutOfService(reason=order.reason, no_pushes=order.no_pushes)
 
 
 def _beat_to(answer: effects.HeartbeatAnswer) -> registry_pb2.HeartbeatResponse:

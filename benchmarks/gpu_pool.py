@@ -127,7 +127,7 @@ class GpuPool:
 
     def set_apart(self, name: str) -> None:
         """Take a replica out of pushes."""
-        self._order("quarantine", name, "--reason", "its turn has not come")
+        self._order("cordon", name, "--no-pushes", "--reason", "its turn has not come")
 
     def bring_back(self, name: str) -> None:
         """Let it catch up and take part."""

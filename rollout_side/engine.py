@@ -15,7 +15,7 @@ from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, HeldVersion, Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, EngineReport, HeldVersion, Sleep
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import types_pb2
@@ -273,9 +273,8 @@ class Engine(Protocol):
         """Version of the base that tokens are sampled under from now on."""
 
     @property
-    def draft_version(self) -> int:
-        """Version of the base with which the model that drafts tokens came; 0 for the one that the
-        engine was started with, -1 where a load that failed may have mixed it."""
+    def report(self) -> EngineReport:
+        """Facts that the engine tells of itself to the pool."""
 
     def draft_counts(self) -> tuple[int, int]:
         """Return how many tokens the engine has drafted, and how many of them were accepted."""

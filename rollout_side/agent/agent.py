@@ -282,7 +282,7 @@ class Agent:
             adapter_used_bytes=memory.adapter_bytes,
             pinned_base_versions=frozenset(serving.pins),
             pinned_base_bytes=memory.pinned_base_bytes,
-            draft_version=self.engine.draft_version,
+            engine=self.engine.report,
             work=self._work(),
         )
 

@@ -58,7 +58,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, EngineReport, Sleep
 from weft_rl.contract.tensors import Reference
 from weft_rl.ipc.packing import packing
 
@@ -196,8 +196,8 @@ class VllmReplica(Engine):
         return self.models.base.version
 
     @property
-    def draft_version(self) -> int:
-        return self.base_switch.draft_version
+    def report(self) -> EngineReport:
+        return self.base_switch.report
 
     def draft_counts(self) -> tuple[int, int]:
         return bridges.draft_counts()

@@ -33,38 +33,32 @@ async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
     request = pb.CordonRequest(replica_id="r0", reason="new disk")
     for _ in range(2):
         await _admin(pool, "Cordon", request)
-    assert await _state(pool) == ("CORDONED", "by an operator: new disk")
+    assert await _state(pool) == ("OUT_OF_SERVICE", "by an operator: new disk")
     assert not await replica.heartbeat()
     await (await pool.trainer()).push()
     assert replica.vector.adapters["math"].alias == 1
     await pool.restart()
-    (order,) = (await pool.seen()).out_of_service
-    assert (order.replica_id, order.state, order.reason) == (
-        "r0",
-        inspect_pb2.REPLICA_STATE_CORDONED,
-        "new disk",
-    )
+    order = (await pool.seen()).problems[-1]
+    assert order.message == "r0 is not in the pool, and out of service by an operator: new disk"
     await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
-    assert not (await pool.seen()).out_of_service
+    assert "r0" not in str((await pool.seen()).problems)
 
 
-async def test_a_quarantine_tells_the_replica_to_refuse(pool: Pool) -> None:
+async def test_one_that_is_kept_out_is_told_to_refuse(pool: Pool) -> None:
     replica = await pool.replica()
-    request = pb.QuarantineRequest(replica_id="r0")
-    assert await refusal(_admin(pool, "Quarantine", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
-    request.reason = "x" * 600
-    await _admin(pool, "Quarantine", request)
+    request = pb.CordonRequest(replica_id="r0", no_pushes=True, reason="x" * 600)
+    await _admin(pool, "Cordon", request)
     state, reason = await _state(pool)
-    assert state == "QUARANTINED"
+    assert state == "OUT_OF_SERVICE"
     assert len(reason.partition(";")[0]) == len("by an operator: ") + 500
     async with asyncio.timeout(10):
         while "refuse" not in replica.calls:  # without a heartbeat
             await asyncio.sleep(0.01)
-    assert replica.refusing.startswith("an operator quarantined this replica: xxx")
+    assert replica.refusing.startswith("an operator took this replica out of service: xxx")
     response = await replica.registry.Heartbeat(
         registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
     )
-    assert response.refuse_reason.startswith("an operator quarantined this replica: xxx")
+    assert response.refuse_reason.startswith("an operator took this replica out of service: xxx")
     for _ in range(2):
         await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))
     async with asyncio.timeout(10):
@@ -114,7 +108,6 @@ async def test_orders_that_cannot_be_given(pool: Pool) -> None:
     await pool.replica()
     for method, request in (
         ("Cordon", pb.CordonRequest(replica_id="r9")),
-        ("Quarantine", pb.QuarantineRequest(replica_id="r9", reason="why")),
         ("Uncordon", pb.UncordonRequest(replica_id="r9")),
         ("Drain", pb.DrainRequest(replica_id="r9")),
     ):

@@ -218,7 +218,7 @@ async def test_the_lines_of_the_manual(pool: Pool, tmp_path: Path, version: str)
     assert '"VERSION_STATE_COMMITTED"' in shown["weft.v1.InspectService/ListVersions"]
     cordoned = (await pool.seen()).replicas[0]
     assert (cordoned.state, cordoned.state_reason) == (
-        inspect_pb2.REPLICA_STATE_CORDONED,
+        inspect_pb2.REPLICA_STATE_OUT_OF_SERVICE,
         "by an operator: new disk",
     )
     described = shown[f"describe {_DESCRIBED}"]

@@ -108,7 +108,8 @@ async def test_orders_of_operators_outlive_the_catalog(pool: Pool) -> None:
     async with open_aio_channel(pool.target) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         await stub.Rollback(admin_pb2.RollbackRequest(policy="math", to_version=1), timeout=10)
-        await stub.Quarantine(admin_pb2.QuarantineRequest(replica_id="r1", reason="nonsense"))
+        order = admin_pb2.CordonRequest(replica_id="r1", reason="nonsense", no_pushes=True)
+        await stub.Cordon(order)
     assert [await replica.heartbeat() for replica in replicas] == [True, False]
     num_switches = len(replicas[0].switches)
     await _lose(pool, *replicas)
@@ -125,4 +126,4 @@ async def test_orders_of_operators_outlive_the_catalog(pool: Pool) -> None:
     assert len(replicas[0].switches) == num_switches
     assert await replicas[0].heartbeat()
     states = {r.replica_id: r.state for r in (await pool.seen()).replicas}
-    assert states["r1"] == inspect_pb2.REPLICA_STATE_QUARANTINED
+    assert states["r1"] == inspect_pb2.REPLICA_STATE_OUT_OF_SERVICE

@@ -52,10 +52,9 @@ class Replica:
         await eventually(lambda: self.agent.is_ready)
         assert (await self.seen()).state == inspect_pb2.REPLICA_STATE_READY
 
-    async def quarantine(self) -> None:
-        await self.admin.Quarantine(
-            admin_pb2.QuarantineRequest(replica_id="r0", reason="odd answers")
-        )
+    async def keep_out(self) -> None:
+        request = admin_pb2.CordonRequest(replica_id="r0", reason="odd answers", no_pushes=True)
+        await self.admin.Cordon(request)
 
 
 async def eventually(is_so: Callable[[], bool]) -> None:
@@ -83,8 +82,8 @@ async def replica(pool: Pool) -> AsyncIterator[Replica]:
 
 async def test_orders_are_enforced_at_once_and_ready_means_open(replica: Replica) -> None:
     await replica.ready()
-    await replica.quarantine()
-    assert (await replica.seen()).state == inspect_pb2.REPLICA_STATE_QUARANTINED
+    await replica.keep_out()
+    assert (await replica.seen()).state == inspect_pb2.REPLICA_STATE_OUT_OF_SERVICE
     await eventually(lambda: "odd answers" in replica.engine.refuse_reason)
     assert not replica.agent.is_ready
     async with asyncio.timeout(10):
@@ -92,7 +91,7 @@ async def test_orders_are_enforced_at_once_and_ready_means_open(replica: Replica
             await asyncio.sleep(0.01)  # it has not said yet that it refuses
     answer = await replica.admin.Uncordon(admin_pb2.UncordonRequest(replica_id="r0"))
     assert answer.state == inspect_pb2.REPLICA_STATE_PENDING_WEIGHTS
-    assert "it said last: an operator quarantined this replica" in answer.state_reason
+    assert "it said last: an operator took this replica out of service" in answer.state_reason
     async with asyncio.timeout(10):
         while (await replica.seen()).state != inspect_pb2.REPLICA_STATE_READY:
             await asyncio.sleep(0.01)

@@ -172,7 +172,7 @@ def test_it_tells_the_next_coordinator_what_it_was_ordered_last(
     server: grpc.Server, patience: None
 ) -> None:
     registry = Registry([])
-    order = registry_pb2.OutOfService(quarantined=True, reason="nonsense")
+    order = registry_pb2.OutOfService(no_pushes=True, reason="nonsense")
     registration = _registration(_serve(server, registry), lambda error: None)
     registration.start()
 

@@ -50,7 +50,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, Sleep
+from weft_rl.contract.replica_report import AbsentPolicy, EngineReport, Sleep
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
@@ -131,7 +131,7 @@ class EngineDouble:
         self.absent: Mapping[str, AbsentPolicy] = {}
         self.running = 0
         self.base_version = 0
-        self.draft_version, self.drafted = 0, (0, 0)
+        self.report, self.drafted = EngineReport(), (0, 0)
         self.answers: set[AnswerDouble] = set()
         #: Cleared, no token is sampled.
         self.stepping = asyncio.Event()

@@ -21,6 +21,7 @@ from rollout_side.waits import UnansweredCalls
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.replica_report import EngineReport
 
 # Of rollout_side.engine.Engine, and EngineDouble's own.
 _METHODS = frozenset(
@@ -40,7 +41,7 @@ class WorkerDouble:
     model_name = EngineDouble.model_name
     checkpoint = EngineDouble.checkpoint
     asleep = None
-    draft_version = 0
+    report = EngineReport()
 
     def __init__(self, weights: dict[str, torch.Tensor], **settings: Any) -> None:
         like = EngineDouble(weights, **settings)

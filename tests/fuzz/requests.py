@@ -56,7 +56,7 @@ def _register(world: World) -> list[Message]:
             retained_base_versions=[1],
         ),
         protocol_revision=PROTOCOL_REVISION,
-        out_of_service=registry.OutOfService(quarantined=True, reason="why not"),
+        out_of_service=registry.OutOfService(no_pushes=True, reason="why not"),
     )
     return [request]
 
@@ -272,9 +272,6 @@ _MAKERS: Mapping[str, _Maker] = {
     "AdminService/SetRetention": _just(admin.SetRetentionRequest(policy="math", num_versions=1000)),
     "AdminService/ForgetPolicy": _just(admin.ForgetPolicyRequest(policy="math", force=True)),
     "AdminService/Cordon": _just(admin.CordonRequest(replica_id="stranger", reason="why not")),
-    "AdminService/Quarantine": _just(
-        admin.QuarantineRequest(replica_id="stranger", reason="why not")
-    ),
     "AdminService/Uncordon": _just(admin.UncordonRequest(replica_id="stranger")),
     "AdminService/Drain": _just(
         admin.DrainRequest(replica_id="stranger", timeout=_SOON, reason="why not")

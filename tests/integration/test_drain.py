@@ -118,20 +118,20 @@ def test_a_coordinator_that_comes_back_knows_who_drains(
     assert not pool.agents["replica-0"].is_ready
     pool.start_coordinator()
     until(lambda: "draining for" in weft(pool, "status"))
-    assert "cordoned" in weft(pool, "status")
+    assert "out of service" in weft(pool, "status")
 
 
-def test_cordon_quarantine_uncordon(pool: Pool, engines: list[EngineDouble]) -> None:
+def test_cordon_uncordon(pool: Pool, engines: list[EngineDouble]) -> None:
     agent = pool.agents["replica-0"]
     until(lambda: agent.is_ready)
     weft(pool, "cordon", "replica-0", "--reason", "new disk")
     until(lambda: not agent.is_ready)
     assert "by an operator: new disk" in weft(pool, "status")
     assert engines[0].refuse_reason == ""
-    weft(pool, "quarantine", "replica-0", "--reason", "nonsense")
-    until(lambda: "quarantined this replica: nonsense" in engines[0].refuse_reason)
+    weft(pool, "cordon", "replica-0", "--no-pushes", "--reason", "nonsense")
+    until(lambda: "out of service: nonsense" in engines[0].refuse_reason)
     pool.remove_replica("replica-0")
-    assert "replica-0 is not in the pool; quarantined by an operator: nonsense" in weft(
+    assert "replica-0 is not in the pool, and out of service by an operator: nonsense" in weft(
         pool, "status"
     )
     assert "as soon as" in weft(pool, "uncordon", "replica-0")

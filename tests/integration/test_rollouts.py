@@ -171,7 +171,7 @@ def test_what_no_replica_may_answer_says_why(
             admin.Cordon(admin_pb2.CordonRequest(replica_id=name, reason="to be repaired"))
         dispatch = rollouts._sampler._dispatch
         until(lambda: not any(target.is_listed for target in dispatch.targets.values()))
-        why = "replica-0 is cordoned: by an operator: to be repaired"
+        why = "replica-0 is out of service: by an operator: to be repaired"
         with pytest.raises(TransferTimeoutError, match=f"no replica may be sent requests .{why}"):
             # The client looks every 2.5 s until then, for it was made before.
             rollouts.generate([[1]], timeout_seconds=3.5)

@@ -127,7 +127,7 @@ def test_a_replica_that_beats_and_does_not_answer_is_suspect(
 
 def test_a_replica_that_lags_says_how_many_versions_it_is_behind(tab: Tab, pool: Pool) -> None:
     served = pool.push("math")
-    pool.served.weft("quarantine", FIRST, "--reason", "new disk")
+    pool.served.weft("cordon", FIRST, "--no-pushes", "--reason", "new disk")
     try:
         pool.push("math")
         pool.push("math")
@@ -190,7 +190,9 @@ def test_a_push_is_one_line_that_opens_and_failures_stay(tab: Tab, pool: Pool) -
 def test_no_text_is_cut_or_covered_while_something_is_wrong(
     browser: Browser, pool: Pool, width: int
 ) -> None:
-    pool.served.weft("quarantine", LONG, "--reason", "a reason that is longer than its column is")
+    pool.served.weft(
+        "cordon", LONG, "--no-pushes", "--reason", "a reason that is longer than its column is"
+    )
     try:
         pool.push("math")
         for scheme in ("light", "dark"):

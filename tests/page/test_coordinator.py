@@ -184,8 +184,9 @@ def test_what_replicas_served_is_told_by_events_and_transfers(
 
     told = [
         (0, "COORDINATOR_STARTED", "generation 1"), (10, "REPLICA_READY", "r0"),
-        (10, "REPLICA_READY", "r1"), (50, "REPLICA_PENDING", "r2"), (60, "REPLICA_LOST", "r1"),
-        (71, "REPLICA_READY", "r2"), (80, "REPLICA_PENDING", "r1"),
+        (10, "REPLICA_READY", "r1"), (50, "REPLICA_PENDING_WEIGHTS", "r2"),
+        (60, "REPLICA_LOST", "r1"), (71, "REPLICA_READY", "r2"),
+        (80, "REPLICA_PENDING_WEIGHTS", "r1"),
     ]  # fmt: skip
     events = [
         {"revision": str(i + 1), "time": at(seconds), "kind": f"EVENT_KIND_{kind}", "subject": name,

@@ -68,14 +68,14 @@ def test_replicas_say_why_they_are_not_ready_and_names_stay_text(tab: Tab, demo:
     assert tab.all("#replica-rows .state", "node => node.textContent") == ["ready", "ready"]
     demo.weft("cordon", "replica-1", "--reason", EVIL)
     try:
-        tab.wait("#replica-rows .state.cordoned")
+        tab.wait("#replica-rows .state.out_of_service")
         first = tab.page.locator("#replica-rows tr").first
         assert first.get_attribute("data-replica") == "replica-1", "those not ready come first"
         assert EVIL in first.inner_text()
         assert tab.page.locator("main img, #replica-rows b").count() == 0, "it was taken as markup"
         wait_for(lambda: "1 of 2" in tab.page.locator("#served").inner_text())
-        wait_for(lambda: tab.page.locator("#braid .strand.cordoned").count() > 0)
-        assert EVIL in tab.page.locator("#braid .strand.cordoned title").first.text_content()
+        wait_for(lambda: tab.page.locator("#braid .strand.out_of_service").count() > 0)
+        assert EVIL in tab.page.locator("#braid .strand.out_of_service title").first.text_content()
     finally:
         demo.weft("uncordon", "replica-1")
     wait_for(lambda: tab.page.locator("#replica-rows .state.ready").count() == 2)

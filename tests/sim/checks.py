@@ -25,7 +25,7 @@ from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
-    ReplicaState,
+    StateReason,
     VersionRecord,
     VersionState,
 )
@@ -359,7 +359,7 @@ class Checks:
         known = state.replicas.get(replica.name)
         in_service = known is not None and known.in_contact
         # Until a clone's order that was overtaken by a rollback is answered, it is not ready.
-        if in_service and known.announced is not ReplicaState.READY:
+        if in_service and known.announced is not StateReason.READY:
             in_service = not any(
                 t.replica_id == replica.name and t.policy == policy and replica.name in t.switching
                 for t in state.transfers.values()

@@ -17,8 +17,6 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import ForgetAnswer, RollbackAnswer
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -181,10 +179,10 @@ class SimOperator(Process):
         )
 
     def _take_out_of_service(self) -> Generator[Any, Any, None]:
-        state = self.world.random.choice([ReplicaState.CORDONED, ReplicaState.QUARANTINED])
-        name, order = self._some_replica(), OutOfService(state, "it looks odd")
+        no_pushes = self.world.random.choice([False, True])
+        order = {"replica_id": (name := self._some_replica()), "no_pushes": no_pushes}
         lost = self._lost
-        yield self._call("take_out_of_service", 2.0, replica_id=name, order=order)
+        yield self._call("take_out_of_service", 2.0, reason="it looks odd", **order)
         if name not in self._put_back and lost == self._lost:
             self.out_of_service.add(name)
 

@@ -26,10 +26,10 @@ _ENFORCED_SECONDS = 15.0
 
 
 def out_of_transfers(state: PoolState, replica: Replica) -> bool:
-    """Whether nothing new is brought to a replica: it drains, is suspect, or is quarantined by
+    """Whether nothing new is brought to a replica: it drains, is suspect, or is kept out by
     order."""
     is_free = replica.drain is None and replica.suspect is None
-    return not is_free or state.is_quarantined(replica.replica_id)
+    return not is_free or state.is_kept_out(replica.replica_id)
 
 
 class OperatorChecks:
@@ -77,17 +77,17 @@ class OperatorChecks:
                 fail(f"{replica.replica_id} is routed and sleeps")
 
     def _check_enforced(self, state: PoolState) -> None:
-        """Who is quarantined by order refuses requests soon, where it can be told."""
+        """Who is kept out by order refuses requests soon, where it can be told."""
         now, answers = self._world.clock.now, {}
         for name, process in self._world.replicas.items():
             replica = state.replicas.get(name)
             if replica is None or replica.lost or replica.incarnation != process.incarnation:
                 continue
             thawed = process.alive and process.frozen_until < now
-            if state.is_quarantined(name) and thawed and not process.refusing:
+            if state.is_kept_out(name) and thawed and not process.refusing:
                 answers[name] = self._answers_since.get(name, now)
                 if now > answers[name] + _ENFORCED_SECONDS:
-                    fail(f"{name} is quarantined and answers requests")
+                    fail(f"{name} is kept out and answers requests")
         self._answers_since = answers
 
     def _check_taken(self, before: PoolState, state: PoolState) -> None:
@@ -100,8 +100,8 @@ class OperatorChecks:
                 replica = state.replicas.get(name)
                 if replica is not None and out_of_transfers(state, replica):
                     fail(f"{transfer.transfer_id} goes to {name}, which is out of service")
-            if transfer.source and state.is_quarantined(transfer.source):
-                fail(f"{transfer.transfer_id} comes from {transfer.source}, which is quarantined")
+            if transfer.source and state.is_kept_out(transfer.source):
+                fail(f"{transfer.transfer_id} comes from {transfer.source}, which is kept out")
 
     def _check_turns(self, state: PoolState) -> None:
         """A policy changes once at a time."""
@@ -114,13 +114,13 @@ class OperatorChecks:
                 fail(f"{other} and {transfer.transfer_id} change {transfer.policy} at once")
 
     def _check_clones(self, state: PoolState) -> None:
-        """None goes on to a replica that is out of service, or from one that is quarantined."""
+        """None goes on to a replica that is out of service, or from one that is kept out."""
         for transfer in state.transfers.values():
             if not isinstance(transfer.purpose, Clone) or not transfer.uncommitted:
                 continue
             for name in transfer.occupied:
                 replica = state.replicas[name]
-                if state.is_quarantined(name) or (
+                if state.is_kept_out(name) or (
                     name != transfer.source
                     and (
                         replica.drain is not None
@@ -154,7 +154,7 @@ class OperatorChecks:
             fail(f"{beat.replica_id} was taken out of service and is put back by nobody")
         if answer.ready and (order or state.replicas[beat.replica_id].drain):
             fail(f"{beat.replica_id} was told that it is ready and is out of service")
-        if bool(answer.refuse_reason) is not state.is_quarantined(beat.replica_id):
+        if bool(answer.refuse_reason) is not state.is_kept_out(beat.replica_id):
             fail(f"{beat.replica_id} was told to refuse requests: {answer.refuse_reason!r}")
 
     def retired(self, version: PolicyVersion) -> None:

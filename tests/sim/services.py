@@ -141,7 +141,7 @@ class Services:
         return events.ForgetPolicy(**args)
 
     def take_out_of_service(self, timeout: float, **args: Any) -> events.Event:
-        return events.TakeOutOfService(**args)
+        return events.Cordon(**args)
 
     def uncordon(self, timeout: float, **args: Any) -> events.Event:
         return events.Uncordon(**args)

@@ -63,7 +63,7 @@ _WORDS = [
     "policy_forgotten",
     "policy_lost",
     "policy_found",
-    "replica_cordoned",
+    "replica_out_of_service",
     "replica_draining",
     "drains for",
     "publish_again_wanted",

@@ -13,7 +13,7 @@ from weft_rl.v1 import admin_pb2, publish_pb2, registry_pb2, replica_pb2
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
 #: Lines of the packages that name a call, its request or its response, in the mean; wanted are 10.
-MAX_LINES = 12.4
+MAX_LINES = 12.5
 #: Messages that are built by hand from a value whose fields bear the same names; wanted are 0.
 MAX_COPIES = 7
 #: Fields of one value from which on a message repeats it.

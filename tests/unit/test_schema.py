@@ -21,7 +21,6 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.sampling import Sampling
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.services.calls import CODECS
 from weft_rl.rpc.codec import CAPABILITIES, SLEEP
 from weft_rl.schema import MADE, MessageCodec, SchemaError, codec
@@ -45,9 +44,7 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     VersionVector: st.builds(
         VersionVector, _NUMBER, st.dictionaries(_TEXT.filter(bool), _VERSIONS, max_size=2)
     ),
-    OutOfService: st.builds(
-        OutOfService, st.sampled_from([ReplicaState.CORDONED, ReplicaState.QUARANTINED]), _TEXT
-    ),
+    OutOfService: st.builds(OutOfService, _TEXT, st.booleans()),
     Checkpoint: st.builds(not_compared, _TEXT)
     | st.builds(Checkpoint, st.just(CheckpointState.DIGESTED), st.binary(min_size=32, max_size=32)),
     SendPlan: st.just(make_send_plan(2, [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1)])),

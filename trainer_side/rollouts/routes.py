@@ -128,7 +128,7 @@ def _reasons(pool: pb.GetPoolResponse) -> str:
     """Return why some replicas of a pool are not ready; empty where all are."""
     unready = [r for r in pool.replicas if r.state != pb.REPLICA_STATE_READY]
     told = [
-        f"{r.replica_id} is {pb.ReplicaState.Name(r.state)[14:].lower()}"
+        f"{r.replica_id} is {pb.ReplicaState.Name(r.state)[14:].lower().replace('_', ' ')}"
         + (f": {r.state_reason}" if r.state_reason else "")
         for r in unready[:_MAX_REASONS]
     ]

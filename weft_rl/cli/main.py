@@ -219,7 +219,6 @@ for _panel, _commands in {
     ),
     "Replicas": (
         orders.cordon,
-        orders.quarantine,
         orders.uncordon,
         orders.drain,
         orders.sleep,

@@ -182,33 +182,29 @@ def forget(
 
 
 @pool_command
-def cordon(channel: grpc.Channel, replica: ReplicaId, reason: Reason = "") -> Iterator[Printed]:
-    """Take a replica out of service; it still receives pushes."""
-    request = pb.CordonRequest(replica_id=replica, reason=reason)
+def cordon(
+    channel: grpc.Channel,
+    replica: ReplicaId,
+    reason: Reason = "",
+    no_pushes: Annotated[
+        bool,
+        typer.Option("--no-pushes", help="Keep it out of transfers, too; it refuses requests."),
+    ] = False,
+) -> Iterator[Printed]:
+    """Take a replica out of service, and out of transfers if told so."""
+    request = pb.CordonRequest(replica_id=replica, reason=reason, no_pushes=no_pushes)
     yield f"[bold]{replica}[/] is out of service until it is uncordoned", *_sent(channel, request)
 
 
 @pool_command
-def quarantine(channel: grpc.Channel, replica: ReplicaId, reason: Reason) -> Iterator[Printed]:
-    """Take a replica out of service and out of transfers.
-
-    It refuses new requests.
-    """
-    request = pb.QuarantineRequest(replica_id=replica, reason=reason)
-    yield f"[bold]{replica}[/] is quarantined until it is uncordoned", *_sent(channel, request)
-
-
-@pool_command
 def uncordon(channel: grpc.Channel, replica: ReplicaId) -> Iterator[Printed]:
-    """Put a cordoned or quarantined replica back into service."""
-
+    """Put a replica that was cordoned back into service."""
     request, done = _sent(channel, pb.UncordonRequest(replica_id=replica))
     state = inspect_pb2.ReplicaState.Name(done.state).removeprefix("REPLICA_STATE_").lower()
     words = "is ready as soon as it serves what the pool serves"
     if state not in ("unspecified", "ready"):
         words = (
-            f"is no longer cordoned or quarantined; it is {state.replace('_', ' ')} "
-            f"({escape(done.state_reason)})"
+            f"is no longer cordoned; it is {state.replace('_', ' ')} ({escape(done.state_reason)})"
         )
     yield f"[bold]{replica}[/] {words}", request, done
 

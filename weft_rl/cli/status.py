@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from typing import Annotated, Literal
+from typing import Annotated
 
 import grpc
 import typer
@@ -17,7 +17,7 @@ from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, 
 from weft_rl.cli.console.output import print_json, rate
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.names import plural, provenance
+from weft_rl.contract.names import BASE_POLICY, plural, provenance
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
@@ -95,7 +95,7 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
     """Render the pool: replicas, policies, transfers."""
     return Group(
         _headline(pool), *_problems(pool), _replicas(pool) if _num_replicas(pool) else _NO_REPLICAS,
-        *_out_of_service_elsewhere(pool), *([_policies(pool)] if _has_policies(pool) else []),
+        *([_policies(pool)] if _has_policies(pool) else []),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
@@ -113,15 +113,6 @@ def _problems(pool: pb.GetPoolResponse) -> list[Text]:
         of_them = f", {errors} of them errors" if errors else ""
         found.append(Text(f"and {more} more problems{of_them}", "red" if errors else "yellow"))
     return found
-
-
-def _told_of(pool: pb.GetPoolResponse, kind: Literal["replica_id", "policy"]) -> dict[str, str]:
-    """Return the texts of problems, by replica or by policy."""
-    told = dict[str, str]()
-    for one in pool.problems:
-        name = getattr(one, kind)
-        told[name] = f"{told.get(name, '')}{one.message}\n"
-    return told
 
 
 def _headline(pool: pb.GetPoolResponse) -> Text:
@@ -171,28 +162,18 @@ def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
     return f"{entry.policy}@{entry.alias} ({','.join(numbers)})"
 
 
-def _serves(of: pb.Replica, pool: types_pb2.VersionVector) -> str:
-    """Format the versions by which a replica differs from the pool."""
-    replica = of.version_vector
-    if of.report.dirty_reason:
+def _serves(replica: pb.Replica) -> str:
+    """Format the versions by which a replica differs from the pool; most serve what it does."""
+    if replica.report.dirty_reason:
         return "mixed weights"
-    if replica == pool:
-        return "as the pool"
-    here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
-    wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
-    cut = [m.adapters[-1].policy for m in (replica, pool) if m.num_more_adapters]
-    if cut:  # as far as both are listed
-        last = min(cut)
-        here = {name: text for name, text in here.items() if name <= last}
-        wanted = {name: text for name, text in wanted.items() if name <= last}
-    differing = [_base_text(replica)] if replica.base != pool.base else []
-    for name in sorted(here.keys() | wanted.keys()):
-        if here.get(name) != wanted.get(name):
-            differing.append(here.get(name, f"no {name}"))
-    if not differing:
-        return "as the pool"
-    more = len(differing) - _MAX_NAMED
-    return "  ".join(differing[:_MAX_NAMED]) + (f"  and {more} more" if more > 0 else "")
+    found = [
+        f"{one.policy}@{one.version if one.version >= 0 else '?'}"
+        if one.version or one.policy == BASE_POLICY
+        else f"no {one.policy}"
+        for one in replica.differences[:_MAX_NAMED]
+    ]
+    more = len(replica.differences) - len(found) + replica.num_more_differences
+    return "  ".join(found) + (f"  and {more} more" if more else "") or "as the pool"
 
 
 _NO_REPLICAS = Text("no replicas: `weft rollout -- MODEL` starts one", "dim")
@@ -206,19 +187,18 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
     columns = [
         ColumnSpec("replica", lambda r: r.replica_id),
         ColumnSpec("state", _state_text, is_prose=True),
-        ColumnSpec("serves", lambda r: _serves(r, pool.version_vector), is_prose=True),
+        ColumnSpec("serves", _serves, is_prose=True),
         ColumnSpec("OpenAI API", lambda r: r.http_url, 1),
         ColumnSpec("seen", lambda r: f"{duration_from_proto(r.since_heartbeat):.1f} s ago", 2),
         ColumnSpec("model", lambda r: r.model_name, 3),
     ]
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
     table = FittedTable("replicas", columns if are_mixed else columns[:-1], caption=_more(more))
-    told = _told_of(pool, "replica_id")
+    told = {(one.replica_id, one.message) for one in pool.problems if one.replica_id}
     for replica in replicas[:_MAX_REPLICAS]:
-        why = replica.state_reason
-        if why in told.get(replica.replica_id, ""):
-            why = ""
-        notes = (why, _not_compared(pool, replica), stale_draft(replica))
+        name, why = replica.replica_id, replica.state_reason
+        is_told = any(of == name and why in message for of, message in told)
+        notes = ("" if is_told else why, _not_compared(pool, replica), stale_draft(replica))
         table.add(replica, [Text(note, "dim") for note in notes if note])
     return table
 
@@ -252,28 +232,14 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
 
 def stale_draft(replica: pb.Replica) -> str:
     """Describe a replica whose draft model was not pushed with its base; empty for others."""
-    method, version = replica.capabilities.draft_method, replica.report.draft_version
-    if not method or replica.version_vector.base == version:
+    method, version = replica.capabilities.draft_method, replica.report.engine.draft_version
+    is_told = replica.report.HasField("engine")
+    if not method or not is_told or replica.version_vector.base == version:
         return ""
     if not replica.capabilities.draft_fingerprint:
         return f"drafts tokens by {method}, which no push updates: fewer drafts are accepted"
     of = f"base@{version}" if version >= 0 else "no base, since a load failed"
     return f"drafts tokens by {method} of {of}: fewer drafts are accepted"
-
-
-def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
-    """List orders about replicas that are not in the pool."""
-    here = {replica.replica_id for replica in pool.replicas}
-    more = pool.num_more_out_of_service
-    return [
-        Text(
-            f"{order.replica_id} is not in the pool; {_state(order.state)[0]} by an operator"
-            + (f": {order.reason}" if order.reason else ""),
-            "yellow",
-        )
-        for order in pool.out_of_service
-        if order.replica_id not in here
-    ] + [Text(f"and {more} more orders that keep replicas out of service", "yellow")] * bool(more)
 
 
 def _has_policies(pool: pb.GetPoolResponse) -> bool:
@@ -300,10 +266,8 @@ def _policies(pool: pb.GetPoolResponse) -> FittedTable:
         ColumnSpec("owner", _owner, 1),
     )
     table = FittedTable("policies", columns, caption=_more(more))
-    told = _told_of(pool, "policy")
     for policy in policies[:_MAX_POLICIES]:
-        text = "" if policy.policy in told else _missing_text(policy)
-        table.add(policy, [Text(text, "dim")] if text else [])
+        table.add(policy)
     return table
 
 
@@ -334,20 +298,6 @@ def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
     if policy.pinned_versions:
         served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
     return served
-
-
-def _missing_text(policy: pb.Policy) -> str:
-    """Describe a policy whose served version no replica holds; empty if one does."""
-    name = policy.policy
-    if policy.lost:
-        is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER
-        order = f"weft forget {name}" if is_adapter else "weft rollback base --to 0"
-        what = f"{name}@{policy.served_version} is lost: no replica in contact holds it"
-        return f"{what}; push it again, or {order}"
-    if not policy.publish_again_version:
-        return ""
-    asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
-    return f"{name}@{policy.publish_again_version} is held by no replica: {asked}"
 
 
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:

@@ -57,6 +57,13 @@ class ReplicaWork:
     silence_seconds: float
 
 
+@dataclass(frozen=True)
+class EngineReport:
+    """Facts that an engine tells of itself, passed on as they are; see ``weft.v1.EngineReport``."""
+
+    draft_version: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaReport:
     """Report of a replica; ``weft.v1.ReplicaReport`` describes each field."""
@@ -75,5 +82,5 @@ class ReplicaReport:
     adapter_used_bytes: int = 0
     pinned_base_versions: frozenset[int] = frozenset()
     pinned_base_bytes: int = 0
-    draft_version: int = 0
+    engine: EngineReport | None = None
     work: ReplicaWork | None = None

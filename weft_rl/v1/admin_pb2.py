@@ -28,7 +28,7 @@ from weft_rl.v1 import registry_pb2 as weft_dot_v1_dot_registry__pb2
 from weft_rl.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/admin.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/inspect.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"\x10\n\x0eGetBaseRequest\"\xd7\x01\n\x0fGetBaseResponse\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12.\n\x0eversion_vector\x18\x03 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x13\n\x0breplica_ids\x18\x04 \x03(\t\x12\x15\n\rnum_transfers\x18\x05 \x01(\x05\x12\x19\n\x11\x63heckpoint_digest\x18\x06 \x01(\x0c\x12\x1d\n\x15\x63heckpoint_replica_id\x18\x07 \x01(\t\"-\n\x11RebindBaseRequest\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\"F\n\x12RebindBaseResponse\x12\x30\n\x10retired_versions\x18\x01 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"5\n\x0fRollbackRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\nto_version\x18\x02 \x01(\x03\"\x94\x01\n\x10RollbackResponse\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x18\n\x10replaced_version\x18\x02 \x01(\x03\x12\x13\n\x0breplica_ids\x18\x03 \x03(\t\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\nPinRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\"\r\n\x0bPinResponse\"8\n\rRetireRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\"\x10\n\x0eRetireResponse\";\n\x13SetRetentionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x14\n\x0cnum_versions\x18\x02 \x01(\x05\",\n\x14SetRetentionResponse\x12\x14\n\x0cnum_versions\x18\x01 \x01(\x05\"4\n\x13\x46orgetPolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"H\n\x14\x46orgetPolicyResponse\x12\x30\n\x10retired_versions\x18\x01 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"3\n\rCordonRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0e\x43ordonResponse\"7\n\x11QuarantineRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12QuarantineResponse\"%\n\x0fUncordonRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"N\n\x10UncordonResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x14\n\x0cstate_reason\x18\x02 \x01(\t\"^\n\x0c\x44rainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rDrainResponse\"\x90\x01\n\x13SleepReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x0cwhen_running\x18\x02 \x01(\x0e\x32\x14.weft.v1.WhenRunning\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05level\x18\x04 \x01(\x05\"\x16\n\x14SleepReplicaResponse\"(\n\x12WakeReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x15\n\x13WakeReplicaResponse2\xed\x06\n\x0c\x41\x64minService\x12?\n\x08Rollback\x12\x18.weft.v1.RollbackRequest\x1a\x19.weft.v1.RollbackResponse\x12\x30\n\x03Pin\x12\x13.weft.v1.PinRequest\x1a\x14.weft.v1.PinResponse\x12\x39\n\x06Retire\x12\x16.weft.v1.RetireRequest\x1a\x17.weft.v1.RetireResponse\x12K\n\x0cSetRetention\x12\x1c.weft.v1.SetRetentionRequest\x1a\x1d.weft.v1.SetRetentionResponse\x12K\n\x0c\x46orgetPolicy\x12\x1c.weft.v1.ForgetPolicyRequest\x1a\x1d.weft.v1.ForgetPolicyResponse\x12\x39\n\x06\x43ordon\x12\x16.weft.v1.CordonRequest\x1a\x17.weft.v1.CordonResponse\x12\x45\n\nQuarantine\x12\x1a.weft.v1.QuarantineRequest\x1a\x1b.weft.v1.QuarantineResponse\x12?\n\x08Uncordon\x12\x18.weft.v1.UncordonRequest\x1a\x19.weft.v1.UncordonResponse\x12\x36\n\x05\x44rain\x12\x15.weft.v1.DrainRequest\x1a\x16.weft.v1.DrainResponse\x12K\n\x0cSleepReplica\x12\x1c.weft.v1.SleepReplicaRequest\x1a\x1d.weft.v1.SleepReplicaResponse\x12H\n\x0bWakeReplica\x12\x1b.weft.v1.WakeReplicaRequest\x1a\x1c.weft.v1.WakeReplicaResponse\x12<\n\x07GetBase\x12\x17.weft.v1.GetBaseRequest\x1a\x18.weft.v1.GetBaseResponse\x12\x45\n\nRebindBase\x12\x1a.weft.v1.RebindBaseRequest\x1a\x1b.weft.v1.RebindBaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/admin.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/inspect.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"\x10\n\x0eGetBaseRequest\"\xd7\x01\n\x0fGetBaseResponse\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12.\n\x0eversion_vector\x18\x03 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x13\n\x0breplica_ids\x18\x04 \x03(\t\x12\x15\n\rnum_transfers\x18\x05 \x01(\x05\x12\x19\n\x11\x63heckpoint_digest\x18\x06 \x01(\x0c\x12\x1d\n\x15\x63heckpoint_replica_id\x18\x07 \x01(\t\"-\n\x11RebindBaseRequest\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\"F\n\x12RebindBaseResponse\x12\x30\n\x10retired_versions\x18\x01 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"5\n\x0fRollbackRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\nto_version\x18\x02 \x01(\x03\"\x94\x01\n\x10RollbackResponse\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x18\n\x10replaced_version\x18\x02 \x01(\x03\x12\x13\n\x0breplica_ids\x18\x03 \x03(\t\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\nPinRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\"\r\n\x0bPinResponse\"8\n\rRetireRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\"\x10\n\x0eRetireResponse\";\n\x13SetRetentionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x14\n\x0cnum_versions\x18\x02 \x01(\x05\",\n\x14SetRetentionResponse\x12\x14\n\x0cnum_versions\x18\x01 \x01(\x05\"4\n\x13\x46orgetPolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"H\n\x14\x46orgetPolicyResponse\x12\x30\n\x10retired_versions\x18\x01 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"F\n\rCordonRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tno_pushes\x18\x03 \x01(\x08\"\x10\n\x0e\x43ordonResponse\"%\n\x0fUncordonRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"N\n\x10UncordonResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x14\n\x0cstate_reason\x18\x02 \x01(\t\"^\n\x0c\x44rainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rDrainResponse\"\x90\x01\n\x13SleepReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x0cwhen_running\x18\x02 \x01(\x0e\x32\x14.weft.v1.WhenRunning\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05level\x18\x04 \x01(\x05\"\x16\n\x14SleepReplicaResponse\"(\n\x12WakeReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x15\n\x13WakeReplicaResponse2\xa6\x06\n\x0c\x41\x64minService\x12?\n\x08Rollback\x12\x18.weft.v1.RollbackRequest\x1a\x19.weft.v1.RollbackResponse\x12\x30\n\x03Pin\x12\x13.weft.v1.PinRequest\x1a\x14.weft.v1.PinResponse\x12\x39\n\x06Retire\x12\x16.weft.v1.RetireRequest\x1a\x17.weft.v1.RetireResponse\x12K\n\x0cSetRetention\x12\x1c.weft.v1.SetRetentionRequest\x1a\x1d.weft.v1.SetRetentionResponse\x12K\n\x0c\x46orgetPolicy\x12\x1c.weft.v1.ForgetPolicyRequest\x1a\x1d.weft.v1.ForgetPolicyResponse\x12\x39\n\x06\x43ordon\x12\x16.weft.v1.CordonRequest\x1a\x17.weft.v1.CordonResponse\x12?\n\x08Uncordon\x12\x18.weft.v1.UncordonRequest\x1a\x19.weft.v1.UncordonResponse\x12\x36\n\x05\x44rain\x12\x15.weft.v1.DrainRequest\x1a\x16.weft.v1.DrainResponse\x12K\n\x0cSleepReplica\x12\x1c.weft.v1.SleepReplicaRequest\x1a\x1d.weft.v1.SleepReplicaResponse\x12H\n\x0bWakeReplica\x12\x1b.weft.v1.WakeReplicaRequest\x1a\x1c.weft.v1.WakeReplicaResponse\x12<\n\x07GetBase\x12\x17.weft.v1.GetBaseRequest\x1a\x18.weft.v1.GetBaseResponse\x12\x45\n\nRebindBase\x12\x1a.weft.v1.RebindBaseRequest\x1a\x1b.weft.v1.RebindBaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -64,29 +64,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORGETPOLICYRESPONSE']._serialized_start=1016
   _globals['_FORGETPOLICYRESPONSE']._serialized_end=1088
   _globals['_CORDONREQUEST']._serialized_start=1090
-  _globals['_CORDONREQUEST']._serialized_end=1141
-  _globals['_CORDONRESPONSE']._serialized_start=1143
-  _globals['_CORDONRESPONSE']._serialized_end=1159
-  _globals['_QUARANTINEREQUEST']._serialized_start=1161
-  _globals['_QUARANTINEREQUEST']._serialized_end=1216
-  _globals['_QUARANTINERESPONSE']._serialized_start=1218
-  _globals['_QUARANTINERESPONSE']._serialized_end=1238
-  _globals['_UNCORDONREQUEST']._serialized_start=1240
-  _globals['_UNCORDONREQUEST']._serialized_end=1277
-  _globals['_UNCORDONRESPONSE']._serialized_start=1279
-  _globals['_UNCORDONRESPONSE']._serialized_end=1357
-  _globals['_DRAINREQUEST']._serialized_start=1359
-  _globals['_DRAINREQUEST']._serialized_end=1453
-  _globals['_DRAINRESPONSE']._serialized_start=1455
-  _globals['_DRAINRESPONSE']._serialized_end=1470
-  _globals['_SLEEPREPLICAREQUEST']._serialized_start=1473
-  _globals['_SLEEPREPLICAREQUEST']._serialized_end=1617
-  _globals['_SLEEPREPLICARESPONSE']._serialized_start=1619
-  _globals['_SLEEPREPLICARESPONSE']._serialized_end=1641
-  _globals['_WAKEREPLICAREQUEST']._serialized_start=1643
-  _globals['_WAKEREPLICAREQUEST']._serialized_end=1683
-  _globals['_WAKEREPLICARESPONSE']._serialized_start=1685
-  _globals['_WAKEREPLICARESPONSE']._serialized_end=1706
-  _globals['_ADMINSERVICE']._serialized_start=1709
-  _globals['_ADMINSERVICE']._serialized_end=2586
+  _globals['_CORDONREQUEST']._serialized_end=1160
+  _globals['_CORDONRESPONSE']._serialized_start=1162
+  _globals['_CORDONRESPONSE']._serialized_end=1178
+  _globals['_UNCORDONREQUEST']._serialized_start=1180
+  _globals['_UNCORDONREQUEST']._serialized_end=1217
+  _globals['_UNCORDONRESPONSE']._serialized_start=1219
+  _globals['_UNCORDONRESPONSE']._serialized_end=1297
+  _globals['_DRAINREQUEST']._serialized_start=1299
+  _globals['_DRAINREQUEST']._serialized_end=1393
+  _globals['_DRAINRESPONSE']._serialized_start=1395
+  _globals['_DRAINRESPONSE']._serialized_end=1410
+  _globals['_SLEEPREPLICAREQUEST']._serialized_start=1413
+  _globals['_SLEEPREPLICAREQUEST']._serialized_end=1557
+  _globals['_SLEEPREPLICARESPONSE']._serialized_start=1559
+  _globals['_SLEEPREPLICARESPONSE']._serialized_end=1581
+  _globals['_WAKEREPLICAREQUEST']._serialized_start=1583
+  _globals['_WAKEREPLICAREQUEST']._serialized_end=1623
+  _globals['_WAKEREPLICARESPONSE']._serialized_start=1625
+  _globals['_WAKEREPLICARESPONSE']._serialized_end=1646
+  _globals['_ADMINSERVICE']._serialized_start=1649
+  _globals['_ADMINSERVICE']._serialized_end=2455
 # @@protoc_insertion_point(module_scope)

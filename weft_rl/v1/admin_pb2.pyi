@@ -399,19 +399,23 @@ class CordonRequest(_message.Message):
 
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NO_PUSHES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Which replica."""
     reason: _builtins.str
     """Why, for people; at most 500 characters are kept."""
+    no_pushes: _builtins.bool
+    """See OutOfService.no_pushes."""
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        no_pushes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_pushes", b"no_pushes", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,49 +437,6 @@ class CordonResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CordonResponse: _TypeAlias = CordonResponse  # noqa: Y015
-
-@_typing.final
-class QuarantineRequest(_message.Message):
-    """Asks to take out of service and out of transfers."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REPLICA_ID_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    replica_id: _builtins.str
-    """Which replica."""
-    reason: _builtins.str
-    """Why, for people; at most 500 characters are kept."""
-    def __init__(
-        self,
-        *,
-        replica_id: _builtins.str = ...,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___QuarantineRequest: _TypeAlias = QuarantineRequest  # noqa: Y015
-
-@_typing.final
-class QuarantineResponse(_message.Message):
-    """It is out of service."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___QuarantineResponse: _TypeAlias = QuarantineResponse  # noqa: Y015
 
 @_typing.final
 class UncordonRequest(_message.Message):

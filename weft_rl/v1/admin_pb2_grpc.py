@@ -65,11 +65,6 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.CordonResponse.FromString,
                 _registered_method=True)
-        self.Quarantine = channel.unary_unary(
-                '/weft.v1.AdminService/Quarantine',
-                request_serializer=weft_dot_v1_dot_admin__pb2.QuarantineRequest.SerializeToString,
-                response_deserializer=weft_dot_v1_dot_admin__pb2.QuarantineResponse.FromString,
-                _registered_method=True)
         self.Uncordon = channel.unary_unary(
                 '/weft.v1.AdminService/Uncordon',
                 request_serializer=weft_dot_v1_dot_admin__pb2.UncordonRequest.SerializeToString,
@@ -190,30 +185,20 @@ class AdminServiceServicer(object):
         (one under way ends), and it is not ready: it leaves the routes at once, and is
         told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
         requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
-        coordinator and of the replica, until Uncordon. A replica that is quarantined by
-        an operator stays so.
+        coordinator and of the replica, until Uncordon.
+        With `no_pushes`, where its answers are not to be trusted, nothing is pushed to it or cloned
+        from it either, clones from and to it end at once, and it is told at once to refuse
+        new requests (HTTP 503). Until it has said that it does, Replica.state_reason says
+        so. A later order without `no_pushes` does not loosen that; Uncordon ends it, and the replica
+        then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Quarantine(self, request, context):
-        """Takes a replica out of service because its answers are not to be trusted:
-        nothing is pushed to it or cloned from it, clones from and to it end at once, and
-        it is told at once to refuse new requests (HTTP 503); its running requests finish.
-        Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
-        and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
-        and the replica then catches up.
-        Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
-        INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Uncordon(self, request, context):
-        """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+        """Ends what Cordon ordered; of a name that is not in the pool now,
         too. The replica is told at once, and is ready, and routed, once it has said that
         it takes requests. A drain cannot be taken back. Answers where the replica stands.
         Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
@@ -318,11 +303,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Cordon,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.CordonRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.CordonResponse.SerializeToString,
-            ),
-            'Quarantine': grpc.unary_unary_rpc_method_handler(
-                    servicer.Quarantine,
-                    request_deserializer=weft_dot_v1_dot_admin__pb2.QuarantineRequest.FromString,
-                    response_serializer=weft_dot_v1_dot_admin__pb2.QuarantineResponse.SerializeToString,
             ),
             'Uncordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Uncordon,
@@ -518,33 +498,6 @@ class AdminService(object):
             '/weft.v1.AdminService/Cordon',
             weft_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.CordonResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Quarantine(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/weft.v1.AdminService/Quarantine',
-            weft_dot_v1_dot_admin__pb2.QuarantineRequest.SerializeToString,
-            weft_dot_v1_dot_admin__pb2.QuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -97,22 +97,16 @@ class AdminServiceStub:
     (one under way ends), and it is not ready: it leaves the routes at once, and is
     told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
     requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
-    coordinator and of the replica, until Uncordon. A replica that is quarantined by
-    an operator stays so.
+    coordinator and of the replica, until Uncordon.
+    With `no_pushes`, where its answers are not to be trusted, nothing is pushed to it or cloned
+    from it either, clones from and to it end at once, and it is told at once to refuse
+    new requests (HTTP 503). Until it has said that it does, Replica.state_reason says
+    so. A later order without `no_pushes` does not loosen that; Uncordon ends it, and the replica
+    then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
     """
-    Quarantine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]
-    """Takes a replica out of service because its answers are not to be trusted:
-    nothing is pushed to it or cloned from it, clones from and to it end at once, and
-    it is told at once to refuse new requests (HTTP 503); its running requests finish.
-    Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
-    and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
-    and the replica then catches up.
-    Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
-    INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
-    """
     Uncordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UncordonRequest, _admin_pb2.UncordonResponse]
-    """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+    """Ends what Cordon ordered; of a name that is not in the pool now,
     too. The replica is told at once, and is ready, and routed, once it has said that
     it takes requests. A drain cannot be taken back. Answers where the replica stands.
     Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
@@ -231,22 +225,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     (one under way ends), and it is not ready: it leaves the routes at once, and is
     told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
     requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
-    coordinator and of the replica, until Uncordon. A replica that is quarantined by
-    an operator stays so.
+    coordinator and of the replica, until Uncordon.
+    With `no_pushes`, where its answers are not to be trusted, nothing is pushed to it or cloned
+    from it either, clones from and to it end at once, and it is told at once to refuse
+    new requests (HTTP 503). Until it has said that it does, Replica.state_reason says
+    so. A later order without `no_pushes` does not loosen that; Uncordon ends it, and the replica
+    then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
     """
-    Quarantine: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]  # type: ignore[assignment]
-    """Takes a replica out of service because its answers are not to be trusted:
-    nothing is pushed to it or cloned from it, clones from and to it end at once, and
-    it is told at once to refuse new requests (HTTP 503); its running requests finish.
-    Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
-    and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
-    and the replica then catches up.
-    Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
-    INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
-    """
     Uncordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.UncordonRequest, _admin_pb2.UncordonResponse]  # type: ignore[assignment]
-    """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+    """Ends what Cordon ordered; of a name that is not in the pool now,
     too. The replica is told at once, and is ready, and routed, once it has said that
     it takes requests. A drain cannot be taken back. Answers where the replica stands.
     Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
@@ -398,25 +386,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         (one under way ends), and it is not ready: it leaves the routes at once, and is
         told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
         requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
-        coordinator and of the replica, until Uncordon. A replica that is quarantined by
-        an operator stays so.
+        coordinator and of the replica, until Uncordon.
+        With `no_pushes`, where its answers are not to be trusted, nothing is pushed to it or cloned
+        from it either, clones from and to it end at once, and it is told at once to refuse
+        new requests (HTTP 503). Until it has said that it does, Replica.state_reason says
+        so. A later order without `no_pushes` does not loosen that; Uncordon ends it, and the replica
+        then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
-        """
-
-    @_abc_1.abstractmethod
-    def Quarantine(
-        self,
-        request: _admin_pb2.QuarantineRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.QuarantineResponse, _abc.Awaitable[_admin_pb2.QuarantineResponse]]:
-        """Takes a replica out of service because its answers are not to be trusted:
-        nothing is pushed to it or cloned from it, clones from and to it end at once, and
-        it is told at once to refuse new requests (HTTP 503); its running requests finish.
-        Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
-        and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
-        and the replica then catches up.
-        Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
-        INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
         """
 
     @_abc_1.abstractmethod
@@ -425,7 +401,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UncordonRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UncordonResponse, _abc.Awaitable[_admin_pb2.UncordonResponse]]:
-        """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+        """Ends what Cordon ordered; of a name that is not in the pool now,
         too. The replica is told at once, and is ready, and routed, once it has said that
         it takes requests. A drain cannot be taken back. Answers where the replica stands.
         Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN

@@ -41,13 +41,11 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
     """No heartbeat for longer than the coordinator's limit."""
     REPLICA_STATE_QUARANTINED: _ReplicaState.ValueType  # 4
-    """Its engine may hold mixed weights; out of service until a base loads. Or an
-    operator quarantined it.
-    """
+    """Its engine may hold mixed weights; it serves nothing until a base loads."""
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 5
     """It finishes its requests and transfers, then leaves the pool."""
-    REPLICA_STATE_CORDONED: _ReplicaState.ValueType  # 6
-    """An operator took it out of service; it still receives pushes."""
+    REPLICA_STATE_OUT_OF_SERVICE: _ReplicaState.ValueType  # 6
+    """An operator took it out of service (AdminService.Cordon)."""
     REPLICA_STATE_SUSPECT: _ReplicaState.ValueType  # 7
     """Its process is heard, but a transfer gave it up because the thread that receives
     (or sends) there made no progress. It takes no part in transfers until every
@@ -73,13 +71,11 @@ REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
 """No heartbeat for longer than the coordinator's limit."""
 REPLICA_STATE_QUARANTINED: ReplicaState.ValueType  # 4
-"""Its engine may hold mixed weights; out of service until a base loads. Or an
-operator quarantined it.
-"""
+"""Its engine may hold mixed weights; it serves nothing until a base loads."""
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 5
 """It finishes its requests and transfers, then leaves the pool."""
-REPLICA_STATE_CORDONED: ReplicaState.ValueType  # 6
-"""An operator took it out of service; it still receives pushes."""
+REPLICA_STATE_OUT_OF_SERVICE: ReplicaState.ValueType  # 6
+"""An operator took it out of service (AdminService.Cordon)."""
 REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 7
 """Its process is heard, but a transfer gave it up because the thread that receives
 (or sends) there made no progress. It takes no part in transfers until every
@@ -170,16 +166,16 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """Never sent."""
     EVENT_KIND_REPLICA_READY: _EventKind.ValueType  # 1
     """A replica's state has changed to REPLICA_STATE_READY; likewise the next six."""
-    EVENT_KIND_REPLICA_PENDING: _EventKind.ValueType  # 2
+    EVENT_KIND_REPLICA_PENDING_WEIGHTS: _EventKind.ValueType  # 2
     """To REPLICA_STATE_PENDING_WEIGHTS."""
     EVENT_KIND_REPLICA_LOST: _EventKind.ValueType  # 3
     """To REPLICA_STATE_LOST; or it left the pool without a drain."""
     EVENT_KIND_REPLICA_QUARANTINED: _EventKind.ValueType  # 4
-    """To REPLICA_STATE_QUARANTINED, other than by an operator's order alone."""
+    """To REPLICA_STATE_QUARANTINED."""
     EVENT_KIND_REPLICA_DRAINING: _EventKind.ValueType  # 5
     """To REPLICA_STATE_DRAINING."""
-    EVENT_KIND_REPLICA_CORDONED: _EventKind.ValueType  # 6
-    """To REPLICA_STATE_CORDONED."""
+    EVENT_KIND_REPLICA_OUT_OF_SERVICE: _EventKind.ValueType  # 6
+    """To REPLICA_STATE_OUT_OF_SERVICE."""
     EVENT_KIND_REPLICA_SUSPECT: _EventKind.ValueType  # 7
     """To REPLICA_STATE_SUSPECT."""
     EVENT_KIND_REPLICA_ANSWERS: _EventKind.ValueType  # 8
@@ -256,8 +252,6 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """The coordinator has started; whom it concerns is its generation."""
     EVENT_KIND_REPLICA_LEFT: _EventKind.ValueType  # 44
     """A replica left the pool at the end of its drain."""
-    EVENT_KIND_QUARANTINE_ORDERED: _EventKind.ValueType  # 45
-    """A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -266,16 +260,16 @@ EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
 """Never sent."""
 EVENT_KIND_REPLICA_READY: EventKind.ValueType  # 1
 """A replica's state has changed to REPLICA_STATE_READY; likewise the next six."""
-EVENT_KIND_REPLICA_PENDING: EventKind.ValueType  # 2
+EVENT_KIND_REPLICA_PENDING_WEIGHTS: EventKind.ValueType  # 2
 """To REPLICA_STATE_PENDING_WEIGHTS."""
 EVENT_KIND_REPLICA_LOST: EventKind.ValueType  # 3
 """To REPLICA_STATE_LOST; or it left the pool without a drain."""
 EVENT_KIND_REPLICA_QUARANTINED: EventKind.ValueType  # 4
-"""To REPLICA_STATE_QUARANTINED, other than by an operator's order alone."""
+"""To REPLICA_STATE_QUARANTINED."""
 EVENT_KIND_REPLICA_DRAINING: EventKind.ValueType  # 5
 """To REPLICA_STATE_DRAINING."""
-EVENT_KIND_REPLICA_CORDONED: EventKind.ValueType  # 6
-"""To REPLICA_STATE_CORDONED."""
+EVENT_KIND_REPLICA_OUT_OF_SERVICE: EventKind.ValueType  # 6
+"""To REPLICA_STATE_OUT_OF_SERVICE."""
 EVENT_KIND_REPLICA_SUSPECT: EventKind.ValueType  # 7
 """To REPLICA_STATE_SUSPECT."""
 EVENT_KIND_REPLICA_ANSWERS: EventKind.ValueType  # 8
@@ -352,8 +346,6 @@ EVENT_KIND_COORDINATOR_STARTED: EventKind.ValueType  # 43
 """The coordinator has started; whom it concerns is its generation."""
 EVENT_KIND_REPLICA_LEFT: EventKind.ValueType  # 44
 """A replica left the pool at the end of its drain."""
-EVENT_KIND_QUARANTINE_ORDERED: EventKind.ValueType  # 45
-"""A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _EventOutcome:
@@ -517,36 +509,6 @@ class VersionDifference(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionDifference: _TypeAlias = VersionDifference  # noqa: Y015
-
-@_typing.final
-class OutOfServiceOrder(_message.Message):
-    """An operator's order that keeps a replica out of service."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REPLICA_ID_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    replica_id: _builtins.str
-    """Of which replica; it need not be in the pool now."""
-    state: Global___ReplicaState.ValueType
-    """CORDONED or QUARANTINED."""
-    reason: _builtins.str
-    """Why."""
-    def __init__(
-        self,
-        *,
-        replica_id: _builtins.str = ...,
-        state: Global___ReplicaState.ValueType = ...,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id", "state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OutOfServiceOrder: _TypeAlias = OutOfServiceOrder  # noqa: Y015
 
 @_typing.final
 class BoundCheckpoint(_message.Message):
@@ -952,7 +914,6 @@ class GetPoolResponse(_message.Message):
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
-    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     VERSION_VECTORS_FIELD_NUMBER: _builtins.int
     REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
     NEXT_REPLICA_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
@@ -961,7 +922,6 @@ class GetPoolResponse(_message.Message):
     BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
-    NUM_MORE_OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     UNUSED_FILES_FIELD_NUMBER: _builtins.int
     NUM_POLICIES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
@@ -983,8 +943,6 @@ class GetPoolResponse(_message.Message):
     """The same of ListTransfers."""
     protocol_revision: _builtins.int
     """Revision of the protocol that the coordinator speaks (see types.proto)."""
-    num_more_out_of_service: _builtins.int
-    """How many orders stand beside those in `out_of_service`."""
     num_policies: _builtins.int
     """Of the whole pool, those that never had a version included."""
     num_more_problems: _builtins.int
@@ -1014,12 +972,6 @@ class GetPoolResponse(_message.Message):
     @_builtins.property
     def last_transfer(self) -> _publish_pb2.Transfer:
         """The transfer that ended last; absent when none has."""
-
-    @_builtins.property
-    def out_of_service(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfServiceOrder]:
-        """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica; the first
-        of them. Replicas of the pool say theirs themselves (Replica.state_reason).
-        """
 
     @_builtins.property
     def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
@@ -1058,7 +1010,6 @@ class GetPoolResponse(_message.Message):
         last_transfer: _publish_pb2.Transfer | None = ...,
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
-        out_of_service: _abc.Iterable[Global___OutOfServiceOrder] | None = ...,
         version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
         replica_counts: _abc.Iterable[Global___ReplicaCount] | None = ...,
         next_replica_page_token: _builtins.str = ...,
@@ -1067,7 +1018,6 @@ class GetPoolResponse(_message.Message):
         base_checkpoint: Global___BoundCheckpoint | None = ...,
         protocol_revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
-        num_more_out_of_service: _builtins.int = ...,
         unused_files: _abc.Iterable[_builtins.str] | None = ...,
         num_policies: _builtins.int = ...,
         problems: _abc.Iterable[Global___Problem] | None = ...,
@@ -1078,7 +1028,7 @@ class GetPoolResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "listen", b"listen", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "listen", b"listen", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

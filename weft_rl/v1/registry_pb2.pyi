@@ -361,27 +361,27 @@ Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class OutOfService(_message.Message):
-    """An operator's order that keeps a replica out of service (AdminService.Cordon, Quarantine).
+    """An operator's order that keeps a replica out of service (AdminService.Cordon).
     A replica remembers it, and tells it to the next coordinator, whose catalog may be older.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUARANTINED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    quarantined: _builtins.bool
-    """Whether it was quarantined; cordoned otherwise."""
+    NO_PUSHES_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why, for people."""
+    """Why, for people; at most 500 characters are kept."""
+    no_pushes: _builtins.bool
+    """Whether it is kept out of transfers, too, and refuses requests."""
     def __init__(
         self,
         *,
-        quarantined: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        no_pushes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_pushes", b"no_pushes", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -528,7 +528,7 @@ class ReplicaReport(_message.Message):
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
-    DRAFT_VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     dirty_reason: _builtins.str
     """Why its engine may hold mixed weights; empty when it does not."""
     base_as_started: _builtins.bool
@@ -550,11 +550,6 @@ class ReplicaReport(_message.Message):
     """Bytes of adapters in host memory."""
     pinned_base_bytes: _builtins.int
     """Bytes of the copies of those that it holds."""
-    draft_version: _builtins.int
-    """Version of the base with which the model that drafts tokens here came; 0: what the engine was
-    started with; -1: mixed, since a load failed midway. Where it is not the base that is served,
-    fewer drafts are accepted.
-    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """Versions that it serves."""
@@ -593,6 +588,12 @@ class ReplicaReport(_message.Message):
         progress for the coordinator's --stall-seconds is suspect, and nobody waits for it.
         """
 
+    @_builtins.property
+    def engine(self) -> Global___EngineReport:
+        """What the engine tells of itself; in listings absent until it has told it over the base that
+        is served.
+        """
+
     def __init__(
         self,
         *,
@@ -609,15 +610,40 @@ class ReplicaReport(_message.Message):
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         pinned_base_bytes: _builtins.int = ...,
         work: Global___Work | None = ...,
-        draft_version: _builtins.int = ...,
+        engine: Global___EngineReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "draft_version", b"draft_version", "drain", b"drain", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "engine", b"engine", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaReport: _TypeAlias = ReplicaReport  # noqa: Y015
+
+@_typing.final
+class EngineReport(_message.Message):
+    """Facts that an engine tells of itself. Whatever it adds here is listed as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFT_VERSION_FIELD_NUMBER: _builtins.int
+    draft_version: _builtins.int
+    """Version of the base with which the model that drafts tokens here came; 0: what the engine was
+    started with; -1: mixed, since a load failed midway. Where it is not the base that is served,
+    fewer drafts are accepted.
+    """
+    def __init__(
+        self,
+        *,
+        draft_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_version", b"draft_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineReport: _TypeAlias = EngineReport  # noqa: Y015
 
 @_typing.final
 class RegisterResponse(_message.Message):

@@ -19,6 +19,7 @@ from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import EngineReport
 from weft_rl.ipc.packing import packing
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class BaseSwitch:
         self._in_place, self._sleeper = in_place, sleeper
         self.requests, self._answers = requests, answers
         self._updates_draft = updates_draft
-        self.draft_version = 0
+        self.report = EngineReport()
 
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
@@ -66,9 +67,10 @@ class BaseSwitch:
                 load_seconds = time.perf_counter() - load_begin
             loaded = time.perf_counter()
             if has_draft:
-                self.draft_version = version.version
+                self.report = EngineReport(draft_version=version.version)
             elif self._updates_draft and self._gate.dirty_reason:
-                self.draft_version = -1  # what failed may have left a part of its own draft
+                # What failed may have left a part of its own draft.
+                self.report = EngineReport(draft_version=-1)
             num_begun = await self._forget_old_base(version)
             forgotten = time.perf_counter()
         except BaseException as error:

@@ -99,7 +99,6 @@ MISUSES = [
     "retain math 1000000000000",
     "forget a/b",
     "cordon a/b",
-    "quarantine a/b",
     "uncordon a/b",
     "drain a/b",
     "coordinator --retain-versions 0",

@@ -13,7 +13,13 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
+from weft_rl.contract.replica_report import (
+    DrainNote,
+    EngineReport,
+    ReplicaReport,
+    ReplicaWork,
+    Sleep,
+)
 from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
 from weft_rl.rpc import codec
 from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
@@ -211,7 +217,7 @@ TOLD = ReplicaReport(
     adapter_used_bytes=1 << 40,
     pinned_base_versions=frozenset({2, 3}),
     pinned_base_bytes=1 << 41,
-    draft_version=3,
+    engine=EngineReport(draft_version=3),
     work=ReplicaWork("loading base@4", 0.25),
 )
 

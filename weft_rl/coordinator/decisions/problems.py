@@ -19,6 +19,7 @@ from weft_rl.coordinator.decisions.policies.republishing import conflicts
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
+    explain_orders,
     explain_state,
     replica_state,
     version_differences,
@@ -92,6 +93,7 @@ def problems(
         *_findings_of_pool(state, now),
         *_findings_of_policies(state),
         *_findings_of_replicas(state),
+        *_findings_of_absent(state),
     ]
     findings.sort(key=lambda one: -one.severity)
     shown = tuple(
@@ -148,9 +150,9 @@ def _findings_of_pool(state: PoolState, now: float) -> Iterator[_Finding]:
         yield _Finding(Severity.WARNING, lambda: text)
     elif not replicas:
         yield _error("no replica is in the pool: nobody answers requests to it. Start one")
-    elif not all(_is_ordered(state, replica) for replica in replicas):
+    elif not all(replica_state(state, replica) in _ORDERED for replica in replicas):
         yield _error("no replica takes requests: nobody answers requests to the pool")
-    elif any(_state(state, replica) is ReplicaState.ASLEEP for replica in replicas):
+    elif any(replica_state(state, replica) is ReplicaState.ASLEEP for replica in replicas):
         text = "nobody answers requests to the pool until a replica is awake"
         yield _Finding(Severity.WARNING, lambda: text)
     else:
@@ -223,11 +225,11 @@ _SHOWN: Final = (
     ReplicaState.LOST,
     ReplicaState.SUSPECT,
     ReplicaState.PENDING_WEIGHTS,
-    ReplicaState.CORDONED,
+    ReplicaState.OUT_OF_SERVICE,
     ReplicaState.DRAINING,
     ReplicaState.ASLEEP,
 )
-_ORDERED: Final = {ReplicaState.CORDONED, ReplicaState.DRAINING, ReplicaState.ASLEEP}
+_ORDERED: Final = {ReplicaState.OUT_OF_SERVICE, ReplicaState.DRAINING, ReplicaState.ASLEEP}
 _REMEDIES: Final = {
     ReplicaState.LOST: "Look at its log; it comes back as soon as it registers again",
     ReplicaState.SUSPECT: "It takes part again once it answers; restart it if it does not",
@@ -237,12 +239,12 @@ _REMEDIES: Final = {
 def _findings_of_replicas(state: PoolState) -> Iterator[_Finding]:
     by_state = dict[ReplicaState, list[Replica]]()
     for replica in state.replicas.values():
-        by_state.setdefault(_state(state, replica), []).append(replica)
+        by_state.setdefault(replica_state(state, replica), []).append(replica)
     for where in _SHOWN:
         alike = dict[str, list[Replica]]()
         for replica in sorted(by_state.get(where, ()), key=lambda one: one.replica_id):
-            if _is_ordered(state, replica):
-                alike.setdefault(_order(state, replica), []).append(replica)
+            if where in _ORDERED:
+                alike.setdefault(explain_orders(state, replica), []).append(replica)
                 continue
             answers = where is ReplicaState.SUSPECT and replica.routed
             severity = Severity.WARNING if answers else Severity.ERROR
@@ -263,41 +265,29 @@ def _findings_of_order(
         yield _Finding(Severity.WARNING, explain, replica.replica_id)
 
 
+def _findings_of_absent(state: PoolState) -> Iterator[_Finding]:
+    """Yield a finding for each order that keeps out replicas which are not in the pool."""
+    alike = dict[str, list[str]]()
+    for name, order in sorted(state.out_of_service.items()):
+        if name not in state.replicas:
+            alike.setdefault(f"{order}", []).append(name)
+    for why, names in alike.items():
+        are = "is" if len(names) == 1 else "are"
+        text = f"{_named(names)} {are} not in the pool, and out of service {why}"
+        only = names[0] if len(names) == 1 else ""
+        yield _Finding(Severity.WARNING, partial(str, text), only)
+
+
 def _explain_order(where: ReplicaState, order: str, replicas: Sequence[Replica]) -> str:
     names = _named([replica.replica_id for replica in replicas])
     why = _cut(f": {order}", _MAX_REASON_CHARS) if order else ""
     return f"{len(replicas)} replicas are {where.word}{why}. They are {names}"
 
 
-def _is_ordered(state: PoolState, replica: Replica) -> bool:
-    """Return whether somebody's order alone keeps a replica out of service."""
-    is_quarantined = replica.in_contact and state.is_quarantined(replica.replica_id)
-    return is_quarantined or _state(state, replica) in _ORDERED
-
-
-def _order(state: PoolState, replica: Replica) -> str:
-    """Return the order that keeps a replica out of service, in words; looks at no other replica."""
-    order = state.out_of_service.get(replica.replica_id)
-    match _state(state, replica):
-        case ReplicaState.ASLEEP:
-            sleep = state.sleeps.get(replica.replica_id)
-            if sleep is None:
-                return "being woken"
-            return f"for trainer {sleep.trainer_id}" if sleep.trainer_id else "by an operator"
-        case ReplicaState.DRAINING:
-            return replica.drain.reason if replica.drain else ""
-    return f"by an operator{': ' if order and order.reason else ''}{order.reason if order else ''}"
-
-
-def _state(state: PoolState, replica: Replica) -> ReplicaState:
-    return replica.announced or replica_state(state, replica)
-
-
 def _explain(state: PoolState, replica: Replica) -> str:
     where, why = explain_state(state, replica)
     sentences = [f"{replica.replica_id} is {where.word}{why and ': '}{why}"]
-    is_mixed = where is ReplicaState.QUARANTINED and replica.dirty_reason
-    if is_mixed:
+    if where is ReplicaState.QUARANTINED:
         what = "is quarantined, for its weights may be mixed: "
         sentences = [f"{replica.replica_id} {what}{why}", _repair(state, replica)]
     elif where is not ReplicaState.LOST and (stale := _staleness(state, replica)):
@@ -309,7 +299,7 @@ def _explain(state: PoolState, replica: Replica) -> str:
 
 def _repair(state: PoolState, replica: Replica) -> str:
     """Explain what makes the weights of a replica whole again."""
-    if state.is_quarantined(replica.replica_id):
+    if state.is_kept_out(replica.replica_id):
         return (
             f"Restart it, or put it back, to be brought a base: weft uncordon {replica.replica_id}"
         )

@@ -47,11 +47,11 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     explain_state,
     is_routable,
-    replica_state,
     route_of,
+    state_reason,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import CallAnswer, Failure, Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import CallAnswer, Failure, Phase
 from weft_rl.coordinator.decisions.transfers import (
     abort,
     lifecycle,
@@ -60,17 +60,6 @@ from weft_rl.coordinator.decisions.transfers import (
     suspects,
     withdrawals,
 )
-
-_EVENT_KINDS = {
-    ReplicaState.READY: EventKind.REPLICA_READY,
-    ReplicaState.PENDING_WEIGHTS: EventKind.REPLICA_PENDING,
-    ReplicaState.LOST: EventKind.REPLICA_LOST,
-    ReplicaState.QUARANTINED: EventKind.REPLICA_QUARANTINED,
-    ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
-    ReplicaState.CORDONED: EventKind.REPLICA_CORDONED,
-    ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
-    ReplicaState.ASLEEP: EventKind.REPLICA_ASLEEP,
-}
 
 
 def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, list[Effect]]:
@@ -271,17 +260,13 @@ def _announce_states(change: Change) -> None:
         replica = change.state.replicas.get(replica_id)
         if replica is None:
             continue
-        now_is = replica_state(change.state, replica)
+        was, known = replica.announced, state_reason(change.state, replica)
         routed = is_routable(change.state, replica)
-        if routed is not replica.routed:
-            replica = change.put_replica(replace(replica, routed=routed))
-        if now_is is not replica.announced:
-            why = explain_state(change.state, replica)[1]
-            change.put_replica(replace(replica, announced=now_is))
-            kind = _EVENT_KINDS[now_is]
-            if kind is EventKind.REPLICA_QUARANTINED and not replica.dirty_reason:
-                kind = EventKind.QUARANTINE_ORDERED
-            change.announce(kind, replica.replica_id, why)
+        if routed is not replica.routed or known is not was:
+            replica = change.put_replica(replace(replica, routed=routed, announced=known))
+        if was is None or known.state is not was.state:
+            where, why = explain_state(change.state, replica)
+            change.announce(EventKind[f"REPLICA_{where.name}"], replica.replica_id, why)
 
 
 def _note_routes(before: PoolState, change: Change) -> None:
@@ -367,6 +352,7 @@ CALLS: Final = (
     CallRow(events.Retire, retention.retire_version),
     CallRow(events.SetRetention, retention.set_retention, RetentionAnswer),
     CallRow(events.ForgetPolicy, retention.forget, ForgetAnswer),
+    CallRow(events.Cordon, out_of_service.take_out),
     CallRow(events.Uncordon, out_of_service.uncordon, UncordonAnswer),
     CallRow(events.Drain, out_of_service.drain),
     CallRow(events.SleepReplica, sleeps.sleep_replica, unread=("when_running",)),
@@ -378,7 +364,6 @@ RULES: Final[dict[type[events.Event], Callable[[Change, Any], None]]] = {
     **{row.call: row.rule for row in CALLS},
     events.Tick: _tick,
     events.CallerGone: _forget_caller,
-    events.TakeOutOfService: out_of_service.take_out,
     events.ReferenceKnown: base_binding.note_reference,
     events.FitChecked: preflight.fit_checked,
     events.RankAttends: _rank_attends,

@@ -18,7 +18,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     PoolState,
     num_retained,
 )
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
     VersionDifference,
     explain_state,
@@ -34,7 +34,6 @@ from weft_rl.coordinator.decisions.state.values import (
     Phase,
     PolicyKind,
     RecordedFacts,
-    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -57,20 +56,8 @@ from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, type
 _MAX_DIFFERENCES = 16
 
 
-def _order_to_proto(order: OutOfService) -> registry_pb2.OutOfService:
-    return registry_pb2.OutOfService(
-        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
-    )
-
-
-def _order_from_proto(told: registry_pb2.OutOfService) -> OutOfService:
-    state = ReplicaState.QUARANTINED if told.quarantined else ReplicaState.CORDONED
-    return OutOfService(state, told.reason)
-
-
 # -- values, events and answers whose fields are those of their messages -----------
 
-converter(OutOfService, registry_pb2.OutOfService, _order_to_proto, _order_from_proto)
 converter(SendPlan, types_pb2.SendPlan, send_plan_to_proto, send_plan_from_proto)
 CONTENT: Final = codec(ContentDigest, types_pb2.ContentDigest)
 FACTS: Final = codec(RecordedFacts, types_pb2.VersionFacts)
@@ -298,15 +285,6 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     )
 
 
-def out_of_service_to_proto(replica_id: str, order: OutOfService) -> inspect_pb2.OutOfServiceOrder:
-    """Encode an operator's order that keeps a replica out of service."""
-    return inspect_pb2.OutOfServiceOrder(
-        replica_id=replica_id,
-        state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
-        reason=order.reason,
-    )
-
-
 def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.VersionConflict:
     contents = state.conflicts[version]
     return inspect_pb2.VersionConflict(
@@ -417,9 +395,6 @@ SPILLED_COPY: Final = codec(
 
 # -- the pool as a whole ---------------------------------------------------------
 
-#: Bound of the orders in GetPool, which stays below 1 MiB.
-_ORDERS_BYTES: Final = 128 * 1024
-
 
 def pool_to_proto(
     state: PoolState,
@@ -436,19 +411,12 @@ def pool_to_proto(
         unused_files: Files of the coordinator's that are not used, with the reasons.
         unwritten_reason: Why events are not in the catalog; empty if they are.
     """
-    orders = cut(
-        sorted(state.out_of_service),
-        lambda name: out_of_service_to_proto(name, state.out_of_service[name]),
-        max_bytes=_ORDERS_BYTES,
-    ).entries
     found = problems(state, now, unused_files, unwritten_reason)
-    counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
+    counts = Counter(replica_state(state, r) for r in state.replicas.values())
     return inspect_pb2.GetPoolResponse(
         base_fingerprint=state.fingerprint,
         weft_version=__version__,
         coordinator_generation=state.generation,
-        out_of_service=orders,
-        num_more_out_of_service=len(state.out_of_service) - len(orders),
         replica_counts=[
             inspect_pb2.ReplicaCount(
                 state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count

@@ -19,9 +19,8 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState, live_lease
-from weft_rl.coordinator.decisions.state.replica_state import CAUSES, cause
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind
+from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind, StateReason
 from weft_rl.telemetry.metrics import process_registry
 
 #: A LoRA adapter takes milliseconds, a base of a trillion parameters minutes.
@@ -206,20 +205,12 @@ class PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the series, for prometheus_client."""
         state = self._state()
-        replicas = Tally(
-            (r.announced, cause(state, r, r.announced))
-            for r in state.replicas.values()
-            if r.announced
-        )
+        replicas = Tally(r.announced for r in state.replicas.values())
         yield _gauge(
             "weft_replicas",
             "Replicas by state, and by the kind of reason for it.",
             ("state", "reason"),
-            (
-                ((known.name.lower(), reason), replicas[known, reason])
-                for known, reasons in CAUSES.items()
-                for reason in reasons
-            ),
+            (((one.state.name.lower(), one.label), replicas[one]) for one in StateReason),
         )
         adapters = [p for p in state.policies.values() if p.kind is PolicyKind.ADAPTER]
         served = {"base": int(bool(state.fingerprint))}

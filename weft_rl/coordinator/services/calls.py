@@ -17,7 +17,7 @@ from weft_rl.coordinator.decisions.membership import check_free
 from weft_rl.coordinator.decisions.replicas import base_binding
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.effects import EmptyAnswer, LeaseAnswer
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     eligible_targets,
@@ -25,7 +25,6 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 )
 from weft_rl.coordinator.decisions.state.values import (
     HeldVersionRecord,
-    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -199,22 +198,6 @@ def _answering(name: str) -> Callable[..., Awaitable[Any]]:
 
 class AdminServicer(CallServicer, service=admin_pb2.DESCRIPTOR.services_by_name["AdminService"]):
     """Service for operators: their questions and orders."""
-
-    async def Cordon(
-        self, request: admin_pb2.CordonRequest, context: Context
-    ) -> admin_pb2.CordonResponse:
-        await self._take_out(request.replica_id, ReplicaState.CORDONED, request.reason)
-        return admin_pb2.CordonResponse()
-
-    async def Quarantine(
-        self, request: admin_pb2.QuarantineRequest, context: Context
-    ) -> admin_pb2.QuarantineResponse:
-        await self._take_out(request.replica_id, ReplicaState.QUARANTINED, request.reason)
-        return admin_pb2.QuarantineResponse()
-
-    async def _take_out(self, replica_id: str, state: ReplicaState, reason: str) -> None:
-        order = OutOfService(state, reason)
-        await self._driver.call(lambda ticket: events.TakeOutOfService(ticket, replica_id, order))
 
     async def GetBase(
         self, request: admin_pb2.GetBaseRequest, context: Context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from weft_rl.contract.adapter_config import AdapterSpec
@@ -17,6 +18,12 @@ from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
+from weft_rl.coordinator.decisions.state.replica_state import (
+    explain_state,
+    is_routable,
+    replica_state,
+    state_reason,
+)
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
@@ -25,6 +32,8 @@ from weft_rl.coordinator.decisions.state.values import (
     Phase,
     PolicyKind,
     RecordedFacts,
+    ReplicaState,
+    StateReason,
     VersionLayout,
     VersionRecord,
 )
@@ -120,7 +129,7 @@ class Machine:
     def ever(self, kind: type[E]) -> list[E]:
         return [effect for effect in self.all if isinstance(effect, kind)]
 
-    def answer(self, ticket: int) -> effects.CallAnswer:
+    def answer(self, ticket: int) -> Any:
         (reply,) = [e for e in self.ever(effects.Reply) if e.ticket == ticket]
         return reply.answer
 
@@ -134,6 +143,18 @@ class Machine:
         )
 
     # -- replicas --------------------------------------------------------------
+
+    def standing(self, replica_id: str) -> tuple[ReplicaState, str]:
+        """A replica's state, and why. Only a ready one has no reason, and the cheap answers say
+        the same."""
+        replica = self.state.replicas[replica_id]
+        where, why = explain_state(self.state, replica)
+        known = state_reason(self.state, replica)
+        assert where is known.state is replica_state(self.state, replica)
+        assert (known is StateReason.READY) is (not why) is (where is ReplicaState.READY)
+        assert is_routable(self.state, replica) is replica.routed
+        assert replica.routed is (where is ReplicaState.READY) or where is ReplicaState.SUSPECT
+        return where, why
 
     def register(self, replica_id: str, incarnation: str = "i1", **capabilities: Any) -> int:
         ticket = next(self.ids)
@@ -178,6 +199,28 @@ class Machine:
             )
         )
         return ticket
+
+    def beat(
+        self,
+        replica_id: str,
+        incarnation: str = "",
+        *,
+        ticket: int = 0,
+        staged: Mapping[str, VersionRecord | None] | None = None,
+        held: tuple[HeldVersionRecord, ...] = (),
+        complete: bool = False,
+        **said: Any,
+    ) -> Any:
+        """A heartbeat that says what is known already, but for ``said``; returns its answer."""
+        replica = self.state.replicas.get(replica_id)
+        if replica is not None:
+            said.setdefault("version_vector", replica.vector)
+            incarnation = incarnation or replica.incarnation
+        report, ticket = ReplicaReport(**said), ticket or next(self.ids)
+        self.do(
+            events.Heartbeat(ticket, replica_id, incarnation, report, staged or {}, held, complete)
+        )
+        return next((e.answer for e in self.found(effects.Reply) if e.ticket == ticket), None)
 
     def heard(self, held: dict[str, bytes]) -> tuple[HeldVersionRecord, ...]:
         """Digests by version; those of what is spilled with a + behind it."""

@@ -16,8 +16,6 @@ from weft_rl.coordinator.decisions.state.event_kinds import (
     TOPICS,
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.runtime.watchers import story
 from weft_rl.v1 import inspect_pb2
 
@@ -48,10 +46,9 @@ def test_replicas_are_kept_apart_from_pushes_and_failures_from_the_others() -> N
 
 def test_what_was_ordered_is_no_failure() -> None:
     m = Machine().pool("r0", "r1", "r2")
-    order = OutOfService(ReplicaState.QUARANTINED, "new disk")
-    m.do(events.TakeOutOfService(900, "r0", order))
+    m.do(events.Cordon(900, "r0", "new disk", no_pushes=True))
     (ordered,) = [e for e in m.last if isinstance(e, Announce) and e.subject == "r0"]
-    assert (ordered.kind, TONE[ordered.kind]) == (EventKind.QUARANTINE_ORDERED, "plain")
+    assert (ordered.kind, TONE[ordered.kind]) == (EventKind.REPLICA_OUT_OF_SERVICE, "plain")
     m.do(events.Drain(901, "r1", 30.0, "maintenance"))
     for name, kind in (("r1", EventKind.REPLICA_LEFT), ("r2", EventKind.REPLICA_LOST)):
         m.do(events.Leave(902, name, "i1"))

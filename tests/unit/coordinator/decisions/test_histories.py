@@ -183,6 +183,11 @@ class Histories(RuleBasedStateMachine):
                 assert record.state is VersionState.COMMITTED
 
     @invariant()
+    def only_a_ready_replica_has_no_reason(self) -> None:
+        for replica_id in self.m.state.replicas:
+            self.m.standing(replica_id)
+
+    @invariant()
     def no_replica_is_held_twice(self) -> None:
         held = [r for t in self.m.state.transfers.values() for r in t.occupied]
         assert len(held) == len(set(held))

@@ -11,12 +11,11 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.problems import MAX_PROBLEMS, Problem, Severity, problems
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.replica import (
-    OutOfService,
     StandingSleepOrder,
     Suspect,
 )
 from weft_rl.coordinator.decisions.state.replica_state import version_differences
-from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Phase, StateReason
 
 
 def _pool(*replicas: str) -> Machine:
@@ -30,8 +29,10 @@ def _found(m: Machine) -> list[Problem]:
     return [*problems(m.state, m.now).shown]
 
 
-def _take_out(m: Machine, replica_id: str, state: ReplicaState, reason: str = "new disk") -> None:
-    m.do(events.TakeOutOfService(900, replica_id, OutOfService(state, reason)))
+def _take_out(
+    m: Machine, replica_id: str, reason: str = "new disk", *, no_pushes: bool = False
+) -> None:
+    m.do(events.Cordon(900, replica_id, reason, no_pushes))
 
 
 def test_a_pool_that_serves_and_one_that_is_new_have_no_problem() -> None:
@@ -70,7 +71,7 @@ def test_one_that_could_not_switch_says_what_it_lacks_and_how_far_it_is_behind()
 def test_one_with_mixed_weights_is_an_error_and_one_by_order_a_warning() -> None:
     m = _pool("r0", "r1", "r2")
     m.answer_commits(m.run_to(Phase.COMMITTING, "base"), r1=DIRTY)
-    _take_out(m, "r2", ReplicaState.QUARANTINED)
+    _take_out(m, "r2", no_pushes=True)
     m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED)
     error, warning = _found(m)
@@ -86,12 +87,12 @@ def test_one_with_mixed_weights_is_an_error_and_one_by_order_a_warning() -> None
     ]
     assert (mixed.version, mixed.num_behind) == (-1, 0), "mixed weights are no version's"
     assert (warning.severity, warning.replica_id) == (Severity.WARNING, "r2")
-    assert warning.message.startswith("r2 is quarantined: by an operator: new disk")
+    assert warning.message.startswith("r2 is out of service: by an operator: new disk")
     assert not warning.message.endswith("behind"), "it serves no version of math"
 
 
 @pytest.mark.parametrize(
-    ("refusal", "is_quarantined", "what"),
+    ("refusal", "is_kept_out", "what"),
     [
         ("", False, "restart it, or push a base"),
         ("no loader", False, "Restart it: it loads no base while it runs"),
@@ -99,12 +100,12 @@ def test_one_with_mixed_weights_is_an_error_and_one_by_order_a_warning() -> None
     ],
 )
 def test_mixed_weights_say_what_makes_them_whole(
-    refusal: str, is_quarantined: bool, what: str
+    refusal: str, is_kept_out: bool, what: str
 ) -> None:
     m = _pool("r0")
     m.register("r1", dirty_reason="a load failed", base_refusal=refusal)
-    if is_quarantined:
-        _take_out(m, "r1", ReplicaState.QUARANTINED)
+    if is_kept_out:
+        _take_out(m, "r1", no_pushes=True)
     (problem,) = _found(m)
     assert problem.severity is Severity.ERROR
     assert problem.message.endswith(what)
@@ -127,7 +128,7 @@ def test_a_replica_that_lags_names_the_versions() -> None:
     m = _pool("r0", "r1")
     m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED, "base")
-    _take_out(m, "r1", ReplicaState.QUARANTINED)
+    _take_out(m, "r1", no_pushes=True)
     for _ in range(2):
         m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED, "base")
@@ -172,7 +173,7 @@ def test_numbers_that_were_never_served_do_not_count_and_retired_ones_may() -> N
                 policy: dataclasses.replace(m.state.policies[policy], last_version=8),
             },
         )
-    _take_out(m, "r1", ReplicaState.QUARANTINED)
+    _take_out(m, "r1", no_pushes=True)
     m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED, "base")
     (warning,) = _found(m)
@@ -193,17 +194,32 @@ def test_while_it_switches_a_replica_is_behind_and_no_problem() -> None:
     assert (one.version, one.pool_version, one.num_behind) == (1, 2, 1)
 
 
-def test_who_sleeps_drains_or_is_cordoned_is_so_by_order() -> None:
+def test_who_sleeps_drains_or_is_out_of_service_is_so_by_order() -> None:
     m = _pool("r0", "r1", "r2")
     m.run_to(Phase.COMMITTED)
-    _take_out(m, "r0", ReplicaState.CORDONED)
+    _take_out(m, "r0")
     m.do(events.Drain(901, "r1", 30.0, "maintenance"))
     found = _found(m)
     assert [p.message for p in found] == [
-        "r0 is cordoned: by an operator: new disk",
+        "r0 is out of service: by an operator: new disk",
         "r1 is draining: by an operator: maintenance",
     ]
     assert {p.severity for p in found} == {Severity.WARNING}
+
+
+def test_orders_for_replicas_that_are_not_in_the_pool_are_warnings() -> None:
+    m = _pool("r0", "r1", "r2", "r3")
+    for name, why in (("r1", "new disk"), ("r2", "new disk"), ("r3", "")):
+        _take_out(m, name, why)
+        m.do(events.Leave(0, name, "i1"))
+    assert [(p.severity, p.replica_id, p.message) for p in _found(m)] == [
+        (
+            Severity.WARNING,
+            "",
+            "r1, r2 are not in the pool, and out of service by an operator: new disk",
+        ),
+        (Severity.WARNING, "r3", "r3 is not in the pool, and out of service by an operator"),
+    ]
 
 
 def test_many_out_of_service_by_one_order_are_one_warning() -> None:
@@ -213,14 +229,15 @@ def test_many_out_of_service_by_one_order_are_one_warning() -> None:
     m.state = dataclasses.replace(m.state, sleeps={f"r{i:02}": sleep for i in range(60)})
     m.pass_time(0.5)
     for i in range(60, 64):
-        _take_out(m, f"r{i}", ReplicaState.CORDONED)
+        _take_out(m, f"r{i}")
     cordoned, asleep = _found(m)
     assert asleep == Problem(
         Severity.WARNING,
-        "60 replicas are asleep: for trainer t1. They are r00, r01, r02 and 57 more",
+        "60 replicas are asleep: for trainer t1, once its requests have ended. They are r00, r01, "
+        "r02 and 57 more",
     )
     assert cordoned.message == (
-        "4 replicas are cordoned: by an operator: new disk. They are r60, r61, r62 and 1 more"
+        "4 replicas are out of service: by an operator: new disk. They are r60, r61, r62 and 1 more"
     )
 
 
@@ -228,7 +245,7 @@ def test_nobody_answers_where_every_replica_is_out_of_service_by_order() -> None
     m = _pool("r0", "r1")
     m.run_to(Phase.COMMITTED)
     for name in ("r0", "r1"):
-        _take_out(m, name, ReplicaState.CORDONED)
+        _take_out(m, name)
     nobody, *others = _found(m)
     assert nobody.severity is Severity.ERROR
     assert nobody.message.startswith("nobody answers requests to the pool: every replica is out")
@@ -249,7 +266,7 @@ def test_a_suspect_that_is_still_routed_to_is_no_error_and_the_pool_answers() ->
         replica = dataclasses.replace(
             m.state.replicas["r0"],
             suspect=Suspect("it owes a step", m.now, is_told=True),
-            announced=ReplicaState.SUSPECT,
+            announced=StateReason.STALLED,
             routed=routed,
         )
         m.state = dataclasses.replace(m.state, replicas={"r0": replica})
@@ -339,7 +356,7 @@ def test_a_replica_and_a_policy_of_one_name_are_told_apart() -> None:
     m = Machine().pool("r0", "math")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    _take_out(m, "math", ReplicaState.CORDONED)
+    _take_out(m, "math")
     contents = {b"\x01": ("r0",), b"\x02": ("math",)}
     m.state = dataclasses.replace(m.state, conflicts={PolicyVersion("math", 2): contents})
     assert [(p.policy, p.replica_id) for p in _found(m)] == [("math", ""), ("", "math")]
@@ -375,7 +392,7 @@ def test_of_many_the_errors_come_first_and_the_number_of_others_is_told() -> Non
     m = _pool(*(f"r{i:02}" for i in range(MAX_PROBLEMS + 9)))
     m.run_to(Phase.COMMITTED)
     for i in range(MAX_PROBLEMS + 3):
-        _take_out(m, f"r{i:02}", ReplicaState.CORDONED, f"disk {i}")
+        _take_out(m, f"r{i:02}", f"disk {i}")
     m.do(events.Leave(0, "r58", "i1"))
     m.register("r58", "i2")
     found = problems(m.state, m.now)

@@ -8,7 +8,7 @@ from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft_rl.contract.names import AdapterVersions, VersionVector
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
+from weft_rl.coordinator.decisions.state.values import PolicyKind, StateReason
 
 
 def large_pool(num_replicas: int, num_adapters: int) -> PoolState:
@@ -31,7 +31,7 @@ def large_pool(num_replicas: int, num_adapters: int) -> PoolState:
             capabilities=CAPABILITIES,
             vector=VersionVector(3, {name: AdapterVersions(versions, 1000) for name in names}),
             last_heard=100.0,
-            announced=ReplicaState.READY,
+            announced=StateReason.READY,
             routed=True,
         )
     state = PoolState(fingerprint="f" * 64, architecture="Tiny", references_known=frozenset({""}))

@@ -17,10 +17,8 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.manifest import WSUM64
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase
 from weft_rl.coordinator.decisions.step import step
 from weft_rl.coordinator.runtime.metrics import PoolMetrics, pool_registry
 
@@ -252,14 +250,10 @@ def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
     m = _pool("r0", "r1", "r2", "r3", policies=("base",))
     m.run_to(Phase.COMMITTED, "base")
     assert m.value("replicas", state="ready", reason="") == 4
-    for name, kind in (("r1", ReplicaState.CORDONED), ("r2", ReplicaState.QUARANTINED)):
-        m.do(events.TakeOutOfService(next(m.ids), name, OutOfService(kind, "disk")))
+    for name, no_pushes in (("r1", False), ("r2", True)):
+        m.do(events.Cordon(next(m.ids), name, "disk", no_pushes))
     m.do(events.Drain(next(m.ids), "r3", 60.0, "new kernel"))
-    m.do(
-        events.Heartbeat(
-            0, "r0", "i1", ReplicaReport(version_vector=m.state.vector, refusing="it starts")
-        )
-    )
+    m.beat("r0", version_vector=m.state.vector, refusing="it starts")
     m.register("r4")
     m.register("r5", dirty_reason="a load failed midway")
     seen = {
@@ -269,8 +263,7 @@ def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
         if sample.name == "weft_replicas" and sample.value
     }
     assert seen == {
-        ("cordoned", "operator"): 1,
-        ("quarantined", "operator"): 1,
+        ("out_of_service", "operator"): 2,
         ("quarantined", "mixed_weights"): 1,
         ("draining", "leaving"): 1,
         ("pending_weights", "versions_missing"): 1,

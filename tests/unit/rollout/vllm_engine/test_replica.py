@@ -74,19 +74,19 @@ async def test_a_switch_of_the_base() -> None:
 async def test_a_draft_is_of_the_base_that_brought_it() -> None:
     engine = FakeEngine(num_ranks=2)
     replica = make_replica(engine, draft_fingerprint="d")
-    assert replica.draft_version == 0
+    assert replica.report.draft_version == 0
     engine.answers["weft_apply_base"] = lambda: [ok(0, has_draft=True), ok(1, has_draft=True)]
     await replica.apply_base("t", BASE, b"")
-    assert replica.draft_version == BASE.version
+    assert replica.report.draft_version == BASE.version
     engine.answers["weft_apply_base"] = lambda: [ok(0, has_draft=False), ok(1, has_draft=False)]
     await replica.apply_base("u", PolicyVersion("base", 4), b"")
-    assert (replica.base_version, replica.draft_version) == (4, BASE.version)
+    assert (replica.base_version, replica.report.draft_version) == (4, BASE.version)
     engine.answers["weft_apply_base"] = lambda: [failed("LOAD_FAILED", dirty=True)] * 2
     with pytest.raises(LoadFailedError):
         await replica.apply_base("v", PolicyVersion("base", 5), b"")
     engine.answers["weft_apply_base"] = lambda: [ok(0, has_draft=False), ok(1, has_draft=False)]
     await replica.apply_base("u", PolicyVersion("base", 4), b"")
-    assert replica.draft_version == -1, "a part of what failed may be in it"
+    assert replica.report.draft_version == -1, "a part of what failed may be in it"
 
 
 async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None:

@@ -34,8 +34,8 @@ def watch(change: Change) -> None:
     """
     state = change.state
     reachable = [r for r in state.replicas.values() if not r.lost]
-    # From those that an operator quarantined nothing is brought, as ``copies`` has it.
-    holders = [r for r in reachable if not state.is_quarantined(r.replica_id)]
+    # From those that an operator keeps out nothing is brought, as ``copies`` has it.
+    holders = [r for r in reachable if not state.is_kept_out(r.replica_id)]
     unheld = _unheld(state, holders)
     if not unheld and not state.republish and not state.lost:
         return

@@ -61,7 +61,7 @@ class Clone(Repair):
             source is not None
             and not source.is_away
             and source.suspect is None
-            and not state.is_quarantined(self.source)
+            and not state.is_kept_out(self.source)
             and takes_clones(state, replica)
             and holds(source, transfer.policy_version)
         )
@@ -156,8 +156,8 @@ class Clone(Repair):
 
     def why_unwanted(self, state: PoolState, transfer: Transfer) -> str:
         replica = state.replicas.get(self.replica_id)
-        if state.is_quarantined(self.source):
-            return f"{self.source} was quarantined"
+        if state.is_kept_out(self.source):
+            return f"{self.source} was taken out of service"
         if replica is None:
             return ""  # its loss is told in other ways
         if not takes_clones(state, replica):

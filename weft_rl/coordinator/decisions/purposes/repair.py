@@ -175,7 +175,7 @@ class Restore(Repair):
     def _is_possible(self, state: PoolState, transfer: Transfer, replica: Replica) -> bool:
         version = transfer.policy_version
         has_it = bool(self.staged_by) or holds(replica, version) or version in replica.spilled
-        is_free = replica.suspect is None and not state.is_quarantined(self.replica_id)
+        is_free = replica.suspect is None and not state.is_kept_out(self.replica_id)
         return has_it and is_free
 
     def _holds_back(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> bool:

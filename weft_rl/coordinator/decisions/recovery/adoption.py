@@ -105,11 +105,11 @@ def watch(change: Change) -> None:
 def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
     """Return the unrecorded versions that would be kept: holders by policy, number and digest.
 
-    A replica that an operator quarantined says nothing.
+    A replica that an operator keeps out of transfers says nothing.
     """
     found: dict[str, dict[int, dict[bytes, list[Replica]]]] = {}
     for replica in state.replicas.values():
-        if not replica.unrecorded or replica.lost or state.is_quarantined(replica.replica_id):
+        if not replica.unrecorded or replica.lost or state.is_kept_out(replica.replica_id):
             continue
         for held in undecided_versions(state, replica):
             version = held.version
@@ -163,7 +163,7 @@ def _stands_for(state: PoolState, policy: Policy) -> set[int]:
     """
     found = set()
     for replica in state.replicas.values():
-        if replica.lost or state.is_quarantined(replica.replica_id):
+        if replica.lost or state.is_kept_out(replica.replica_id):
             continue
         if policy.kind is PolicyKind.BASE:
             number = replica.vector.base

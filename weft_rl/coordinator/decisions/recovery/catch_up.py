@@ -90,11 +90,7 @@ def _free_holders(state: PoolState, taken: Set[str]) -> dict[PolicyVersion, list
     """Return the replicas that could send a version now, by version."""
     found: dict[PolicyVersion, list[Replica]] = {}
     for replica in state.replicas.values():
-        if (
-            replica.is_away
-            or replica.replica_id in taken
-            or state.is_quarantined(replica.replica_id)
-        ):
+        if replica.is_away or replica.replica_id in taken or state.is_kept_out(replica.replica_id):
             continue
         if replica.suspect is not None or is_asleep(state, replica):
             continue

@@ -1,9 +1,9 @@
-"""Orders that take a replica out of service: cordon, quarantine and drain.
+"""Orders that take a replica out of service: cordon and drain.
 
-Cordons and quarantines are kept by name, for replicas of the pool or not. A replica is told at
-once to refuse requests, or to take them again. It says what it enforces in its answer and in
-every heartbeat. A call and an answer to a heartbeat may overtake each other, so orders are
-numbered: the newest counts, on both sides.
+Cordons are kept by name, for replicas of the pool or not. A replica is told at once to refuse
+requests, or to take them again. It says what it enforces in its answer and in every heartbeat. A
+call and an answer to a heartbeat may overtake each other, so orders are numbered: the newest
+counts, on both sides.
 
 In a drain a replica leaves in good order. An operator begins it at the coordinator, which tells
 the replica with the next heartbeat; or the replica does, when its process is told to stop. From
@@ -31,15 +31,13 @@ from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 
-def take_out(change: Change, event: events.TakeOutOfService) -> None:
-    """Cordon or quarantine a replica; a cordon does not loosen a quarantine."""
-    state, name, order = change.state, event.replica_id, event.order
+def take_out(change: Change, event: events.Cordon) -> None:
+    """Take a replica out of service; an order that lets pushes in does not loosen one without."""
+    state, name = change.state, event.replica_id
     if name not in state.replicas and name not in state.out_of_service:
         raise unknown_replica(name)
-    if order.state is ReplicaState.QUARANTINED and not order.reason:
-        raise InvalidRequestError("say why, so that somebody can tell when it may serve again")
-    if order.state is ReplicaState.QUARANTINED or not state.is_quarantined(name):
-        _put(change, name, order)
+    if event.no_pushes or not state.is_kept_out(name):
+        _put(change, name, OutOfService(event.reason, event.no_pushes))
     change.reply(event.ticket, EmptyAnswer())
 
 
@@ -67,16 +65,15 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
 def adopt(change: Change, event: events.Register) -> None:
     """Adopt an order that a replica reports and this catalog, an older copy, does not know."""
     name, told = event.replica_id, event.out_of_service
-    known = change.state.out_of_service.get(name)
-    if told == known or not _knows_more(change.state, event):
+    if told == change.state.out_of_service.get(name) or not _knows_more(change.state, event):
         return
     if told is None:
         why = "it was put back into service since, as it says, and the catalog does not know: "
         why += f"if that was so, weft uncordon {name}"
-    elif known is not None and known.state is ReplicaState.QUARANTINED:
+    elif change.state.is_kept_out(name):
         return
     else:
-        why = f"an operator took it out of service ({told.state.name.lower()}: {told.reason}), "
+        why = f"an operator took it out of service ({told.reason or 'no reason given'}), "
         why += "which the catalog does not know: taken from what it says"
         _put(change, name, told)
     change.announce(EventKind.CATALOG_BEHIND, name, why)
@@ -95,10 +92,10 @@ def _knows_more(state: PoolState, event: events.Register) -> bool:
 
 def refuse_reason(state: PoolState, replica_id: str) -> str:
     """Return why an operator wants a replica to refuse requests; empty where none does."""
-    order = state.out_of_service.get(replica_id)
-    if order is None or order.state is not ReplicaState.QUARANTINED:
+    if not state.is_kept_out(replica_id):
         return ""
-    return f"an operator quarantined this replica: {order.reason}"
+    reason = state.out_of_service[replica_id].reason
+    return f"an operator took this replica out of service{reason and ': '}{reason}"
 
 
 def order_answered(change: Change, event: events.RefuseAnswered) -> None:

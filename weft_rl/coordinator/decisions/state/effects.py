@@ -583,11 +583,11 @@ class EventKind(enum.StrEnum):
     """
 
     REPLICA_READY = enum.auto()
-    REPLICA_PENDING = enum.auto()
+    REPLICA_PENDING_WEIGHTS = enum.auto()
     REPLICA_LOST = enum.auto()
     REPLICA_QUARANTINED = enum.auto()
     REPLICA_DRAINING = enum.auto()
-    REPLICA_CORDONED = enum.auto()
+    REPLICA_OUT_OF_SERVICE = enum.auto()
     REPLICA_SUSPECT = enum.auto()
     REPLICA_ANSWERS = enum.auto()
     LEASE_ACQUIRED = enum.auto()
@@ -626,7 +626,6 @@ class EventKind(enum.StrEnum):
     POLICY_FOUND = enum.auto()
     COORDINATOR_STARTED = enum.auto()
     REPLICA_LEFT = enum.auto()
-    QUARANTINE_ORDERED = enum.auto()
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,15 @@ TOPICS: Final[Mapping[str, frozenset[EventKind]]] = {
     "replicas": frozenset(
         {
             EventKind.REPLICA_READY,
-            EventKind.REPLICA_PENDING,
+            EventKind.REPLICA_PENDING_WEIGHTS,
             EventKind.REPLICA_LOST,
             EventKind.REPLICA_QUARANTINED,
             EventKind.REPLICA_DRAINING,
-            EventKind.REPLICA_CORDONED,
+            EventKind.REPLICA_OUT_OF_SERVICE,
             EventKind.REPLICA_ASLEEP,
             EventKind.REPLICA_SUSPECT,
             EventKind.REPLICA_ANSWERS,
             EventKind.REPLICA_LEFT,
-            EventKind.QUARANTINE_ORDERED,
         }
     ),
     "policies": frozenset(

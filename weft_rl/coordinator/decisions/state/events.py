@@ -373,11 +373,12 @@ class ForgetPolicy(Call):
 
 
 @dataclass(frozen=True)
-class TakeOutOfService(Call):
-    """Operator's order to take a replica out of service."""
+class Cordon(Call):
+    """Operator's order to take a replica out of service; see ``OutOfService``."""
 
     replica_id: str
-    order: OutOfService
+    reason: str = ""
+    no_pushes: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from weft_rl.coordinator.decisions.state.values import (
     Failure,
     Phase,
     PolicyKind,
-    ReplicaState,
     VersionRecord,
     VersionState,
     base_content,
@@ -433,7 +432,7 @@ class PoolState:
         return frozenset(
             version
             for replica in self.replicas.values()
-            if not replica.lost and not self.is_quarantined(replica.replica_id)
+            if not replica.lost and not self.is_kept_out(replica.replica_id)
             for version in (*held_versions(replica), *replica.spilled)
         )
 
@@ -443,10 +442,10 @@ class PoolState:
         base = self.policies.get(BASE_POLICY)
         return base.pinned if base else ()
 
-    def is_quarantined(self, replica_id: str) -> bool:
-        """Return whether an operator keeps a replica out of service and out of transfers."""
+    def is_kept_out(self, replica_id: str) -> bool:
+        """Return whether an operator keeps a replica out of transfers, too."""
         order = self.out_of_service.get(replica_id)
-        return order is not None and order.state is ReplicaState.QUARANTINED
+        return order is not None and order.no_pushes
 
     def is_changing(self, policy: str) -> bool:
         """Return whether a push or a rollback of a policy is under way, on whichever replicas.

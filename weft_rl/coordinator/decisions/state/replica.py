@@ -10,7 +10,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, HeldVersion, ReplicaReport, Sleep
-from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
+from weft_rl.coordinator.decisions.state.values import PolicyKind, StateReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,12 @@ class Suspect:
 class OutOfService:
     """Operator's order that keeps a replica out of service; durable."""
 
-    state: ReplicaState
-    """CORDONED or QUARANTINED."""
-    reason: str
+    reason: str = ""
+    no_pushes: bool = False
+    """True if the replica is kept out of transfers, too, and refuses requests."""
+
+    def __str__(self) -> str:
+        return f"by an operator{self.reason and ': '}{self.reason}"
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ class Replica:
     """Time at which an order's outcome (CommitTransfer, say) last told what it serves."""
     retire_at: float = float("-inf")
     """Earliest time at which it may be asked again to drop versions."""
-    announced: ReplicaState | None = None
-    """State that watchers were told last."""
+    announced: StateReason | None = None
+    """State that watchers were told last, with the reason."""
     routed: bool = False
     """True if watchers of the routes see it."""
     retained: tuple[int, ...] = ()
@@ -166,8 +169,7 @@ class Replica:
             spilled_versions=self.spilled,
             dirty_reason=self.dirty_reason,
             base_as_started=self.report.base_as_started and is_of_now,
-            # Until it has said what came with this base, it counts as complete.
-            draft_version=self.report.draft_version if is_of_now else self.vector.base,
+            engine=self.report.engine if is_of_now else None,
             refusing=self.refusing,
             order_number=self.order_number,
             sleep=self.asleep,

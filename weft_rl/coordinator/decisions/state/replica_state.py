@@ -11,7 +11,7 @@ A version that the catalog does not know at all is *unrecorded* until ``adoption
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,13 +26,14 @@ from weft_rl.coordinator.decisions.state.pool import (
     num_retained,
     rollback_versions,
 )
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     HeldVersionRecord,
     PolicyKind,
     ReplicaState,
+    StateReason,
     VersionRecord,
     VersionState,
 )
@@ -175,26 +176,36 @@ def _lists(replica: Replica, held: HeldVersion) -> bool:
 # -- its state and the reasons for it --------------------------------------------
 
 
-def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
-    """Return a replica's state; cheap."""
-    if replica.lost or replica.unheard_reason:
-        return ReplicaState.LOST
-    if replica.dirty_reason or state.is_quarantined(replica.replica_id):
-        return ReplicaState.QUARANTINED
+def state_reason(state: PoolState, replica: Replica) -> StateReason:
+    """Return a replica's state with the first reason for it; looks at no other replica."""
+    replica_id = replica.replica_id
+    if replica.unheard_reason:
+        return StateReason.LEFT_TRANSFER
+    if replica.lost:
+        return StateReason.SILENT
+    if replica.dirty_reason:
+        return StateReason.MIXED_WEIGHTS
     if replica.drain is not None:
-        return ReplicaState.DRAINING
-    if replica.replica_id in state.out_of_service:
-        return ReplicaState.CORDONED
+        return StateReason.LEAVING
+    if replica_id in state.out_of_service:
+        return StateReason.OPERATOR
     if is_asleep(state, replica):
-        return ReplicaState.ASLEEP
-    if replica.suspect is not None:
-        return ReplicaState.SUSPECT
-    serves = (
-        replica.is_open
-        and not missing_versions(state, replica)
-        and not explain_base_mismatch(state, replica)
-    )
-    return ReplicaState.READY if serves else ReplicaState.PENDING_WEIGHTS
+        return StateReason.SLEEP_ORDERED if replica_id in state.sleeps else StateReason.WAKING
+    return StateReason.STALLED if replica.suspect is not None else _lack(state, replica)
+
+
+def _lack(state: PoolState, replica: Replica) -> StateReason:
+    """Return what an awake replica in contact lacks to be ready."""
+    if missing_versions(state, replica):
+        return StateReason.VERSIONS_MISSING
+    if explain_base_mismatch(state, replica):
+        return StateReason.OTHER_BASE
+    return StateReason.READY if replica.is_open else StateReason.NOT_OPEN
+
+
+def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
+    """Return the state of a replica that was announced last, or would be now; cheap."""
+    return (replica.announced or state_reason(state, replica)).state
 
 
 def is_routable(state: PoolState, replica: Replica) -> bool:
@@ -202,78 +213,55 @@ def is_routable(state: PoolState, replica: Replica) -> bool:
 
     A suspect is routable, too, once its engine has taken the order to attend a probe.
     """
-    match replica_state(state, replica):
-        case ReplicaState.READY:
-            return True
-        case ReplicaState.SUSPECT:
-            assert replica.suspect is not None
-            answers = replica.suspect.is_told and not replica.work
-            serves = not missing_versions(state, replica) and not explain_base_mismatch(
-                state, replica
-            )
-            return answers and replica.is_open and serves
-    return False
+    known, suspect = state_reason(state, replica), replica.suspect
+    if known is StateReason.STALLED and suspect and suspect.is_told and not replica.work:
+        known = _lack(state, replica)
+    return known is StateReason.READY
 
 
 def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str]:
     """Return a replica's state, and why it is not ready; looks at all replicas if it is not."""
-    if replica.lost or replica.unheard_reason:
-        return ReplicaState.LOST, replica.unheard_reason or "no heartbeat"
-    order = state.out_of_service.get(replica.replica_id)
+    where = state_reason(state, replica).state
+    if where is ReplicaState.LOST:
+        return where, replica.unheard_reason or "no heartbeat"
+    orders = explain_orders(state, replica)
+    if where is ReplicaState.DRAINING:
+        return where, orders
+    if where is ReplicaState.QUARANTINED:
+        needs = [f"it needs {v}{text}" for v in versions_to_bring(state, replica)
+                 if (text := explain_outlook(state, replica, v))]  # fmt: skip
+    else:
+        needs = [_missing(state, replica), explain_base_mismatch(state, replica)]
+    if where in (ReplicaState.PENDING_WEIGHTS, ReplicaState.SUSPECT):
+        needs.append(_closed(replica))
     suspect = replica.suspect.why if replica.suspect else ""
-    if order and order.state is ReplicaState.QUARANTINED:
-        late = "" if replica.refusing else "it has not said yet that it refuses requests"
-        why = _joined(_by_operator(order), late, replica.dirty_reason, suspect)
-        return ReplicaState.QUARANTINED, why
-    if replica.dirty_reason:
-        repair = [f"it needs {v}{text}" for v in versions_to_bring(state, replica)
-                  if (text := explain_outlook(state, replica, v))]  # fmt: skip
-        return ReplicaState.QUARANTINED, _joined(replica.dirty_reason, suspect, *repair)
-    if replica.drain is not None:
-        return ReplicaState.DRAINING, replica.drain.reason
-    missing = _joined(_missing(state, replica), explain_base_mismatch(state, replica))
-    if order:
-        why = _joined(_by_operator(order), _sleep(state, replica), suspect, missing)
-        return ReplicaState.CORDONED, why
-    if is_asleep(state, replica):
-        return ReplicaState.ASLEEP, _joined(_sleep(state, replica), suspect, missing)
-    missing = _joined(missing, _closed(replica))
-    if suspect:
-        return ReplicaState.SUSPECT, _joined(suspect, missing)
-    return (ReplicaState.PENDING_WEIGHTS, missing) if missing else (ReplicaState.READY, "")
+    return where, _joined(orders, replica.dirty_reason, suspect, *needs)
 
 
-#: The kinds of reasons that a replica has for its state; ready needs none.
-CAUSES: Final[Mapping[ReplicaState, tuple[str, ...]]] = {
-    ReplicaState.PENDING_WEIGHTS: ("versions_missing", "other_base", "not_open"),
-    ReplicaState.READY: ("",),
-    ReplicaState.LOST: ("silent", "left_transfer"),
-    ReplicaState.QUARANTINED: ("operator", "mixed_weights"),
-    ReplicaState.DRAINING: ("leaving",),
-    ReplicaState.CORDONED: ("operator",),
-    ReplicaState.SUSPECT: ("stalled",),
-    ReplicaState.ASLEEP: ("ordered", "waking"),
-}
-
-
-def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
-    """Return the first reason that ``explain_state`` has for this state, as one of ``CAUSES``.
+def explain_orders(state: PoolState, replica: Replica) -> str:
+    """Explain the orders that keep a replica out of service; empty if none does.
 
     Looks at no other replica.
     """
-    match known:
-        case ReplicaState.LOST:
-            return "left_transfer" if replica.unheard_reason else "silent"
-        case ReplicaState.QUARANTINED:
-            return "operator" if state.is_quarantined(replica.replica_id) else "mixed_weights"
-        case ReplicaState.ASLEEP:
-            return "ordered" if replica.replica_id in state.sleeps else "waking"
-        case ReplicaState.PENDING_WEIGHTS:
-            if missing_versions(state, replica):
-                return "versions_missing"
-            return "other_base" if explain_base_mismatch(state, replica) else "not_open"
-    (only,) = CAUSES[known]
-    return only
+    if replica.drain is not None:
+        return replica.drain.reason
+    order = state.out_of_service.get(replica.replica_id)
+    sleep = state.sleeps.get(replica.replica_id)
+    said, found = replica.asleep, list[str]()
+    if order is not None:
+        found.append(str(order))
+        if order.no_pushes and not replica.refusing:
+            found.append("it has not said yet that it refuses requests")
+    if sleep is not None:
+        whose = f"for trainer {sleep.trainer_id}" if sleep.trainer_id else "by an operator"
+        if said is not None and said.weights_awake:
+            whose += ", its weights awake"
+        elif said is None or not sleep.confirmed:
+            whose += ", once its requests have ended"
+        found.append(whose)
+    elif is_unsettled(replica):
+        found.append("it is being woken")
+    return _joined(*found)
 
 
 def _closed(replica: Replica) -> str:
@@ -282,26 +270,6 @@ def _closed(replica: Replica) -> str:
         return ""
     said = f", it said last: {replica.refusing}" if replica.refusing else ""
     return f"it has not said yet that it takes requests{said}"
-
-
-def _sleep(state: PoolState, replica: Replica) -> str:
-    """Explain why a replica sleeps, or is about to; empty if it is awake."""
-    if not is_asleep(state, replica):
-        return ""
-    order = state.sleeps.get(replica.replica_id)
-    if order is None:
-        return "it is being woken"
-    whose = f"for trainer {order.trainer_id}" if order.trainer_id else "by an operator"
-    said = replica.asleep
-    if said is not None and said.weights_awake:
-        return f"{whose}, its weights awake"
-    return (
-        whose if said is not None and order.confirmed else f"{whose}, once its requests have ended"
-    )
-
-
-def _by_operator(order: OutOfService) -> str:
-    return f"by an operator{': ' if order.reason else ''}{order.reason}"
 
 
 def _joined(*parts: str) -> str:
@@ -379,17 +347,17 @@ def shared_backends(replicas: Sequence[Replica]) -> list[str]:
 def takes_weights(state: PoolState, replica: Replica) -> bool:
     """Return whether anything new is brought to a replica.
 
-    It is not while the replica drains or is suspect, nor while an operator quarantines it.
+    It is not while the replica drains or is suspect, nor while an operator keeps it out.
     """
     is_free = replica.drain is None and replica.suspect is None
-    return is_free and not state.is_quarantined(replica.replica_id)
+    return is_free and not state.is_kept_out(replica.replica_id)
 
 
 def takes_clones(state: PoolState, replica: Replica) -> bool:
     """Return whether clones are brought to a replica.
 
-    They are not while it takes no weights, is cordoned or sleeps. Pushes go to a cordoned or
-    sleeping replica all the same; a cordoned one may switch to copies of its own.
+    They are not while it takes no weights, is out of service or sleeps. Pushes go to such a
+    replica all the same, and one that is out of service may switch to copies of its own.
     """
     is_free = takes_weights(state, replica) and not is_asleep(state, replica)
     return is_free and replica.replica_id not in state.out_of_service
@@ -413,11 +381,7 @@ def is_unsettled(replica: Replica) -> bool:
 
 def is_ready(state: PoolState, replica: Replica) -> bool:
     """Return whether a replica in contact serves everything that the pool serves."""
-    return (
-        replica.in_contact
-        and not missing_versions(state, replica)
-        and not explain_base_mismatch(state, replica)
-    )
+    return replica.in_contact and _lack(state, replica) in (StateReason.READY, StateReason.NOT_OPEN)
 
 
 def is_joining(state: PoolState, replica: Replica) -> bool:
@@ -428,7 +392,7 @@ def is_joining(state: PoolState, replica: Replica) -> bool:
     If the state announced last is READY, nothing is compared: to compare what a thousand
     replicas serve would take longer than to begin a push.
     """
-    if replica.announced is ReplicaState.READY:
+    if replica.announced is StateReason.READY:
         return False
     return bool(replica.dirty_reason or missing_versions(state, replica))
 

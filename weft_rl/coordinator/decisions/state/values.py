@@ -40,7 +40,7 @@ class ReplicaState(enum.IntEnum):
     LOST = 3
     QUARANTINED = 4
     DRAINING = 5
-    CORDONED = 6
+    OUT_OF_SERVICE = 6
     SUSPECT = 7
     ASLEEP = 8
 
@@ -52,6 +52,26 @@ class ReplicaState(enum.IntEnum):
 
 class CallAnswer:
     """Answer to a waiting call."""
+
+
+class StateReason(enum.Enum):
+    """Reason of a replica for its state: the state, and the label that tells it from others."""
+
+    READY = ReplicaState.READY, ""
+    SILENT = ReplicaState.LOST, "silent"
+    LEFT_TRANSFER = ReplicaState.LOST, "left_transfer"
+    MIXED_WEIGHTS = ReplicaState.QUARANTINED, "mixed_weights"
+    LEAVING = ReplicaState.DRAINING, "leaving"
+    OPERATOR = ReplicaState.OUT_OF_SERVICE, "operator"
+    SLEEP_ORDERED = ReplicaState.ASLEEP, "ordered"
+    WAKING = ReplicaState.ASLEEP, "waking"
+    STALLED = ReplicaState.SUSPECT, "stalled"
+    VERSIONS_MISSING = ReplicaState.PENDING_WEIGHTS, "versions_missing"
+    OTHER_BASE = ReplicaState.PENDING_WEIGHTS, "other_base"
+    NOT_OPEN = ReplicaState.PENDING_WEIGHTS, "not_open"
+
+    def __init__(self, state: ReplicaState, label: str) -> None:
+        self.state, self.label = state, label
 
 
 class Phase(enum.IntEnum):

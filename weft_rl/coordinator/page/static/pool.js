@@ -13,9 +13,9 @@ const FEW = 20; // of the newest entries, in which new ones are looked for
 
 const TONES = { EVENT_OUTCOME_SUCCESS: "good", EVENT_OUTCOME_FAILURE: "bad" };
 const STATES = {
-  REPLICA_READY: "ready", REPLICA_PENDING: "pending_weights", REPLICA_LOST: "lost",
-  REPLICA_QUARANTINED: "quarantined", QUARANTINE_ORDERED: "quarantined", REPLICA_DRAINING: "draining",
-  REPLICA_CORDONED: "cordoned", REPLICA_ASLEEP: "asleep", REPLICA_SUSPECT: "suspect", REPLICA_LEFT: "gone",
+  REPLICA_READY: "ready", REPLICA_PENDING_WEIGHTS: "pending_weights", REPLICA_LOST: "lost",
+  REPLICA_QUARANTINED: "quarantined", REPLICA_DRAINING: "draining",
+  REPLICA_OUT_OF_SERVICE: "out_of_service", REPLICA_ASLEEP: "asleep", REPLICA_SUSPECT: "suspect", REPLICA_LEFT: "gone",
 };
 
 /** Whether the weights of a replica may be mixed: they are no version's. */

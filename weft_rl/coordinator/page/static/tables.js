@@ -120,7 +120,7 @@ function trainedOn(pool, policy, isBase, served) {
 
 // -- replicas ----------------------------------------------------------------
 
-const order = ["quarantined", "lost", "suspect", "pending_weights", "draining", "cordoned", "asleep", "ready"];
+const order = ["quarantined", "lost", "suspect", "pending_weights", "draining", "out_of_service", "asleep", "ready"];
 
 export function drawReplicas(pool, now, filter) {
   const all = [...pool.replicas.values()].filter((one) => one.replica_id.includes(filter));

@@ -49,7 +49,6 @@ from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSl
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
-    ReplicaState,
     VersionRecord,
     VersionState,
     base_content,
@@ -232,10 +231,8 @@ class Catalog:
             for row in sorted(self._rows.select(POLICIES, {}))
         )
         out_of_service = {
-            replica_id: OutOfService(ReplicaState(number), reason)
-            for replica_id, number, reason in self._execute(
-                "SELECT replica_id, standing, reason FROM withdrawn ORDER BY replica_id"
-            )
+            replica_id: OutOfService(reason, bool(no_pushes))
+            for replica_id, reason, no_pushes in sorted(self._rows.select(WITHDRAWN, {}))
         }
         return Snapshot(
             generation,
@@ -343,7 +340,7 @@ class Catalog:
             case SaveOutOfService(replica_id=name, order=None):
                 rows.delete(WITHDRAWN, {"replica_id": name})
             case SaveOutOfService(replica_id=name, order=OutOfService() as order):
-                rows.put(WITHDRAWN, (name, order.state, order.reason))
+                rows.put(WITHDRAWN, (name, order.reason, order.no_pushes))
             case SaveLeaseEnded(name=name):
                 rows.change(POLICIES, {"name": name}, **NO_LEASE)
             case SaveSleep(replica_id=name, order=None):

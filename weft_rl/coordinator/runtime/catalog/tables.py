@@ -30,7 +30,6 @@ from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
     PolicyKind,
-    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -204,10 +203,9 @@ PINS: Final = Table(
 )
 WITHDRAWN: Final = Table(
     "withdrawn",
-    {"replica_id": str, "standing": int, "reason": str},
+    {"replica_id": str, "reason": str, "no_pushes": int},
     (("replica_id",),),
     "that a replica is kept out of service",
-    kinds={"standing": ReplicaState},
 )
 AS_STARTED: Final = Table(
     "as_started",

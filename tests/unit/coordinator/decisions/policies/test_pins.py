@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import Phase
@@ -28,23 +27,13 @@ def _pin(m: Machine, version: int, *, pinned: bool = True) -> int:
 
 def _obey(m: Machine, replica_id: str, *versions: int, num_bytes: int = 0) -> tuple[int, ...]:
     """A heartbeat of a replica that obeys these pins; returns what it is to obey."""
-    ticket, replica = next(m.ids), m.state.replicas[replica_id]
-    m.do(
-        events.Heartbeat(
-            ticket,
-            replica_id,
-            replica.incarnation,
-            ReplicaReport(
-                version_vector=replica.vector,
-                retained_base_versions=replica.retained,
-                pinned_base_versions=frozenset(versions),
-                pinned_base_bytes=num_bytes,
-            ),
-        )
+    answer = m.beat(
+        replica_id,
+        retained_base_versions=m.state.replicas[replica_id].retained,
+        pinned_base_versions=frozenset(versions),
+        pinned_base_bytes=num_bytes,
     )
     m.check_fits()
-    answer = m.answer(ticket)
-    assert isinstance(answer, effects.HeartbeatAnswer)
     return answer.pinned_base_versions
 
 

@@ -8,8 +8,6 @@ from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import AdapterVersions, VersionVector
 from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 AFTER_SECONDS = 5.0
@@ -31,7 +29,6 @@ def _told(m: Machine, policy: str) -> int:
     ticket = next(m.ids)
     m.do(events.RenewLease(ticket, policy, m.tokens[policy]))
     answer = m.answer(ticket)
-    assert isinstance(answer, effects.LeaseAnswer)
     return answer.publish_again_version
 
 
@@ -61,7 +58,6 @@ def test_who_acquires_the_policy_is_told_at_once() -> None:
     assert publish_again_version(m.state, "math") == 1
     ticket = m.acquire("math", trainer="t2")
     answer = m.answer(ticket)
-    assert isinstance(answer, effects.LeaseAnswer)
     assert answer.publish_again_version == 1
 
 
@@ -74,13 +70,11 @@ def test_a_replica_that_comes_back_with_a_copy_ends_it() -> None:
     assert _told(m, "base") == 0
 
 
-def test_what_only_a_quarantined_replica_holds_is_asked_for() -> None:
+def test_what_only_a_replica_that_is_kept_out_holds_is_asked_for() -> None:
     m = Machine(publish_again_after_seconds=AFTER_SECONDS).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    m.do(
-        events.TakeOutOfService(0, "r0", OutOfService(ReplicaState.QUARANTINED, "answers nonsense"))
-    )
+    m.do(events.Cordon(0, "r0", "answers nonsense", no_pushes=True))
     m.pass_time(AFTER_SECONDS + 1)
     assert _told(m, "math") == 0, "nobody lacks it"
     m.register("r1")
@@ -130,7 +124,7 @@ def test_an_older_version_of_an_adapter_is_not_asked_for() -> None:
 def test_standing_says_who_brings_it_back() -> None:
     m = _lost("math")
     m.pass_time(AFTER_SECONDS + 1)
-    _, why = explain_state(m.state, m.state.replicas["r0"])
+    _, why = m.standing("r0")
     who = "its owner t1 is asked to publish it again"
     assert why == f"lacks math@1, which no replica in contact holds: {who}"
     (said,) = [e for e in m.ever(effects.Announce) if e.kind == "publish_again_wanted"]
@@ -145,10 +139,6 @@ def _release(m: Machine, *policies: str) -> None:
         m.do(events.ReleasePolicy(0, policy, m.tokens.pop(policy)))
 
 
-def _state(m: Machine, replica_id: str = "r0") -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
-
-
 def _kinds(m: Machine, policy: str) -> list[str]:
     return [
         e.kind.value
@@ -161,17 +151,17 @@ def test_what_nobody_owns_keeps_nobody_from_being_ready() -> None:
     m = _lost("math", "code")
     _release(m, "math")
     m.pass_time(AFTER_SECONDS - 1)
-    state, why = _state(m)
+    state, why = m.standing("r0")
     assert state is ReplicaState.PENDING_WEIGHTS
     assert "nobody owns it now, push it again, or end it: weft forget math" in why
     m.pass_time(2)
     assert m.state.lost == {"math": 1}
     assert _kinds(m, "math") == ["policy_lost"]
-    state, why = _state(m)
+    state, why = m.standing("r0")
     assert (state, "code@1" in why, "math" in why) == (ReplicaState.PENDING_WEIGHTS, True, False)
     _release(m, "code")
     m.pass_time(1)
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
     assert not m.state.vector.adapters
     assert publish_again_version(m.state, "math") == 1, "whoever takes it is asked"
     m.pass_time(30)
@@ -194,11 +184,11 @@ def test_a_holder_that_comes_back_revives_it() -> None:
     m.pass_time(0.5)
     assert not m.state.lost
     assert _kinds(m, "math") == ["policy_lost", "policy_found"]
-    assert _state(m, "r1")[0] is ReplicaState.READY
-    assert _state(m)[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.PENDING_WEIGHTS
     (clone,) = m.answer_look_ups()
     m.finish(clone)
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
 def test_a_push_revives_it_and_a_lease_alone_does_not() -> None:
@@ -207,14 +197,14 @@ def test_a_push_revives_it_and_a_lease_alone_does_not() -> None:
     m.pass_time(AFTER_SECONDS + 1)
     m.acquire("math", trainer="t2")
     m.pass_time(3)
-    assert _state(m)[0] is ReplicaState.READY, "its trainer has only begun"
+    assert m.standing("r0")[0] is ReplicaState.READY, "its trainer has only begun"
     push = m.run_to(Phase.COMMITTING)
     assert m.state.vector.adapters["math"].alias == 2
     m.answer_commits(push)
     m.pass_time(1)
     assert not m.state.lost
     assert not m.state.republish
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
 def test_one_that_is_forgotten_is_lost_no_more() -> None:
@@ -239,17 +229,17 @@ def test_a_name_that_stands_for_a_former_version_is_not_ready() -> None:
     _release(m, "math")
     m.pass_time(AFTER_SECONDS + 1)
     assert m.state.lost == {"math": 2}
-    assert _state(m, "r1")[0] is ReplicaState.READY
-    state, why = _state(m)
+    assert m.standing("r1")[0] is ReplicaState.READY
+    state, why = m.standing("r0")
     assert state is ReplicaState.PENDING_WEIGHTS
     assert "or go back: weft rollback math --to 1" in why
     m.answer_commits(m.roll_back("math", 1))
     m.pass_time(0.5)
     assert not m.state.lost
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
     (clone,) = m.answer_look_ups()
     m.finish(clone)
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_after_a_restart_replicas_have_time_to_come_back() -> None:
@@ -257,9 +247,9 @@ def test_after_a_restart_replicas_have_time_to_come_back() -> None:
     _release(m, "math")
     m.state = dataclasses.replace(m.state, restart_over_at=m.now + 10.0)
     m.pass_time(9.0)
-    assert _state(m)[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r0")[0] is ReplicaState.PENDING_WEIGHTS
     m.pass_time(2.0)
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
 def test_a_base_that_is_lost_keeps_replicas_out_until_the_pool_goes_back() -> None:
@@ -267,7 +257,7 @@ def test_a_base_that_is_lost_keeps_replicas_out_until_the_pool_goes_back() -> No
     _release(m, "base", "math")
     m.pass_time(AFTER_SECONDS + 1)
     assert m.state.lost == {"base": 1, "math": 1}
-    state, why = _state(m)
+    state, why = m.standing("r0")
     assert state is ReplicaState.PENDING_WEIGHTS, "it has base@0, which is not what base stands for"
     assert "weft rollback base --to 0" in why
     back = m.roll_back("base", 0)
@@ -276,7 +266,7 @@ def test_a_base_that_is_lost_keeps_replicas_out_until_the_pool_goes_back() -> No
     m.pass_time(1)
     assert m.state.vector.base == 0
     assert m.state.lost == {"math": 1}
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
 def test_an_adapter_is_lost_though_the_one_replica_waits_for_a_base() -> None:
@@ -303,19 +293,18 @@ def test_a_base_that_replicas_serve_without_a_copy_is_not_lost() -> None:
     m.pass_time(20)
     assert _announced(m) == ["base@1"]
     assert not m.state.lost
-    assert _state(m)[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
-def test_what_only_a_quarantined_replica_holds_is_lost_until_it_is_back() -> None:
+def test_what_only_a_replica_that_is_kept_out_holds_is_lost_until_it_is_back() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     _release(m, "math")
-    order = OutOfService(ReplicaState.QUARANTINED, "answers nonsense")
-    m.do(events.TakeOutOfService(0, "r0", order))
+    m.do(events.Cordon(0, "r0", "answers nonsense", no_pushes=True))
     m.register("r1")
     m.pass_time(AFTER_SECONDS + 1)
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
     m.do(events.Uncordon(0, "r0"))
     m.pass_time(1)
     assert not m.state.lost

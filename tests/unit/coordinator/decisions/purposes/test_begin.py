@@ -14,7 +14,6 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
@@ -186,16 +185,7 @@ def test_room_names_the_replica() -> None:
 
 def test_what_is_used_already_counts() -> None:
     m = Machine().pool("r0")
-    m.do(
-        events.Heartbeat(
-            5,
-            "r0",
-            "i1",
-            ReplicaReport(
-                version_vector=m.state.replicas["r0"].vector, adapter_used_bytes=(1 << 20) - 10
-            ),
-        )
-    )
+    m.beat("r0", adapter_used_bytes=(1 << 20) - 10)
     m.acquire("math")
     assert m.error(m.begin()).reason == "STAGING_FULL"
 
@@ -352,11 +342,7 @@ def test_a_group_that_does_not_fit_is_replaced(change: str) -> None:
         m.register("r2")
     elif change == "new process":
         m.now += 4.5
-        m.do(
-            events.Heartbeat(
-                5, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
-            )
-        )
+        m.beat("r0")
         m.register("r1", "i2")
     elif change == "new session":
         m.do(events.ReleasePolicy(6, "math", 1))

@@ -12,11 +12,8 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers.purpose import SLOW_COMMIT_SECONDS
 
@@ -53,10 +50,6 @@ def _end(m: Machine, push: int) -> None:
     m.prepare_all(push)
     m.stage_all(push)
     m.answer_commits(push)
-
-
-def _state(m: Machine, replica_id: str) -> ReplicaState:
-    return explain_state(m.state, m.state.replicas[replica_id])[0]
 
 
 @pytest.mark.parametrize("far", ["forming", "staging"])
@@ -97,7 +90,7 @@ def test_a_clone_goes_on_after_the_push_from_what_was_verified() -> None:
     assert start.first_bucket == 5
     m.stage_all(clone)
     m.answer_commits(clone)
-    assert _state(m, "r1") is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_a_clone_that_was_ended_three_times_goes_next() -> None:
@@ -169,7 +162,7 @@ def test_a_push_waits_a_moment_for_a_ready_replica_that_commits_a_further_versio
     m.register("r1", vector=vector)
     m.do(events.Tick())
     (clone,) = m.answer_look_ups()
-    assert _state(m, "r1") is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
     m.attend_all(clone)
     m.prepare_all(clone)
     m.stage_all(clone)
@@ -257,7 +250,9 @@ def test_a_replica_is_not_ready_while_an_order_that_a_rollback_overtook_is_under
     assert m.transfer(clone).phase is Phase.COMMITTING
     m.roll_back("math", 1)
     assert [e.replica_id for e in m.found(effects.CallSwitch)] == ["r0"]
-    assert _state(m, "r1") is ReplicaState.PENDING_WEIGHTS, "it may still be on its way to math@2"
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS, (
+        "it may still be on its way to math@2"
+    )
     vector = m.state.replicas["r1"].vector.with_adapter(PolicyVersion("math", 2))
     m.do(events.CommitAnswered(f"t{clone}", "r1", "i1", vector, 0.0, None))
     m.pass_time(0.5)
@@ -274,18 +269,10 @@ def test_a_replica_that_loads_a_clone_in_place_is_not_ready_whatever_it_said() -
     (clone,) = m.answer_look_ups(layout=LARGE)
     _stage_some(m, clone)
     m.do(events.RankLoadDue(m.transfer(clone).group_id, f"t{clone}", 1))
-    m.do(
-        events.Heartbeat(
-            77,
-            "r1",
-            "i1",
-            ReplicaReport(
-                version_vector=m.state.vector, retained_base_versions=(1,), dirty_reason=""
-            ),
-        )
+    m.beat(
+        "r1", ticket=77, version_vector=m.state.vector, retained_base_versions=(1,), dirty_reason=""
     )
     answer = m.answer(77)
-    assert isinstance(answer, effects.HeartbeatAnswer)
     assert not answer.ready
     assert m.transfer(clone).phase is Phase.STAGING
 
@@ -306,12 +293,11 @@ def test_what_goes_on_is_not_what_the_pool_served_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["r0", "r1"])
-def test_quarantine_ends_clones_from_and_to_a_replica_at_once(name: str) -> None:
+def test_an_order_without_pushes_ends_clones_from_and_to_a_replica_at_once(name: str) -> None:
     m = _served()
     clone = _joining(m)
     _stage_some(m, clone)
-    order = OutOfService(ReplicaState.QUARANTINED, "it answers nonsense")
-    m.do(events.TakeOutOfService(0, name, order))
+    m.do(events.Cordon(0, name, "it answers nonsense", no_pushes=True))
     assert m.transfer(clone).phase is Phase.ABORTED
     assert not [t for t in m.state.transfers.values() if t.occupied]
     assert [e.replica_id for e in m.found(effects.CallDiscard)] == ["r1"]
@@ -324,7 +310,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     clone = _joining(m)
     _stage_some(m, clone)
     if order == "cordon":
-        m.do(events.TakeOutOfService(0, name, OutOfService(ReplicaState.CORDONED, "")))
+        m.do(events.Cordon(0, name))
     else:
         m.do(events.Drain(0, name, 60.0, ""))
     ended = name == "r1"
@@ -339,7 +325,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
 def test_a_cordoned_replica_is_sent_pushes_and_what_it_lacks_once_it_is_put_back() -> None:
     m = _served()
     m.register("r1")
-    m.do(events.TakeOutOfService(0, "r1", OutOfService(ReplicaState.CORDONED, "")))
+    m.do(events.Cordon(0, "r1"))
     _end(m, m.begin("math"))
     assert m.state.replicas["r1"].vector.adapters["math"].alias == 2
     m.do(events.Uncordon(0, "r1"))

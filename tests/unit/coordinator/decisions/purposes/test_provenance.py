@@ -20,7 +20,6 @@ from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
 from weft_rl.contract.errors import InvalidAdapterError
 from weft_rl.contract.names import PolicyVersion, provenance
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events, pool
 from weft_rl.coordinator.decisions.state.values import Phase, VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
@@ -139,13 +138,7 @@ def _push_base(m: Machine, content: bytes, *, as_started: bool = False, **change
 def _tell_as_started(m: Machine, replica_id: str) -> None:
     """A heartbeat, late enough to be believed."""
     m.pass_time(3.0)
-    replica = m.state.replicas[replica_id]
-    incarnation, vector = replica.incarnation, replica.vector
-    m.do(
-        events.Heartbeat(
-            0, replica_id, incarnation, ReplicaReport(version_vector=vector, base_as_started=True)
-        )
-    )
+    m.beat(replica_id, base_as_started=True)
 
 
 def test_what_decides_is_the_content_and_not_the_number() -> None:

@@ -12,7 +12,6 @@ from weft_rl.coordinator.decisions.purposes.repair import Restore
 from weft_rl.coordinator.decisions.purposes.rollback import RollbackPurpose
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 
@@ -25,10 +24,6 @@ def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Mach
     for _ in range(times):
         group_id = m.transfer(m.run_to(Phase.COMMITTED, policy, group_id=group_id)).group_id
     return m
-
-
-def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def _answer(m: Machine, ticket: int) -> effects.RollbackAnswer:
@@ -44,7 +39,7 @@ def test_an_adapter_goes_back_and_the_numbers_go_on() -> None:
     assert kinds.index(effects.SavePolicy) < kinds.index(effects.CallSwitch)
     assert [s.durable for s in m.found(effects.SavePolicy)] == [True]
     assert not m.answered(ticket)
-    assert _state(m, "r0")[0] is ReplicaState.READY, "no flapping until it has switched"
+    assert m.standing("r0")[0] is ReplicaState.READY, "no flapping until it has switched"
     m.answer_commits(ticket)
     answer = _answer(m, ticket)
     assert (str(answer.version), answer.replaced_version) == ("math@2", 3)
@@ -52,7 +47,7 @@ def test_an_adapter_goes_back_and_the_numbers_go_on() -> None:
     assert m.state.vector.adapters["math"].versions == (1, 2, 3)
     for replica in m.state.replicas.values():
         assert replica.vector.adapters["math"].alias == 2
-        assert _state(m, replica.replica_id)[0] is ReplicaState.READY
+        assert m.standing(replica.replica_id)[0] is ReplicaState.READY
     pushed = m.run_to(Phase.COMMITTED)
     assert str(m.transfer(pushed).policy_version) == "math@4"
     assert m.state.vector.adapters["math"].alias == 4
@@ -93,7 +88,7 @@ def test_one_that_is_not_ready_does_not_stand_in_the_way_and_catches_up() -> Non
     (clone,) = m.answer_look_ups()
     assert str(m.transfer(clone).policy_version) == "base@1"
     m.finish(clone)
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 @pytest.mark.parametrize(
@@ -170,7 +165,7 @@ def test_when_no_replica_can_the_pool_goes_on_with_what_it_served() -> None:
     assert m.ever(effects.SavePolicy)[-1].policy.served_version == 2
     assert str(m.ever(effects.SaveCommitted)[-1].version) == "base@2"
     for replica_id in ("r0", "r1"):
-        assert _state(m, replica_id)[0] is ReplicaState.READY
+        assert m.standing(replica_id)[0] is ReplicaState.READY
 
 
 def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None:
@@ -178,12 +173,12 @@ def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None
     ticket = m.roll_back("base", 1)
     m.answer_commits(ticket, r1=DIRTY)
     assert _answer(m, ticket).replica_ids == ("r0",)
-    assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
+    assert m.standing("r1")[0] is ReplicaState.QUARANTINED
     m.do(events.Tick())
     (restore,) = m.answer_look_ups()
     assert isinstance(m.transfer(restore).purpose, Restore)
     m.answer_commit(restore, "r1")
-    assert _state(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
 
 
 def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
@@ -194,7 +189,7 @@ def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
     assert m.transfer(back).targets == ("r0", "r1")
     m.answer_commits(back)
     for replica_id in ("r0", "r1"):
-        assert _state(m, replica_id) == (ReplicaState.READY, "")
+        assert m.standing(replica_id) == (ReplicaState.READY, "")
 
 
 def test_an_adapter_does_not_go_back_to_what_nobody_holds() -> None:

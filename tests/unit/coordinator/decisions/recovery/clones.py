@@ -5,15 +5,10 @@ from __future__ import annotations
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
-from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Phase
 
 BASE_1 = PolicyVersion("base", 1)
 GONE_FOR_GOOD = "which no replica in contact holds: its owner t1 is asked to publish it again"
-
-
-def standing_of(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def serving_pool(**settings: int) -> Machine:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import HeldVersion, ReplicaReport
+from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
 from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
@@ -214,16 +214,7 @@ def test_a_heartbeat_brings_what_is_new_and_is_asked_for_all_in_doubt() -> None:
 
     def beat(vector: VersionVector, held: dict[str, bytes], *, complete: bool) -> bool:
         heard = machine.heard(held)
-        machine.do(
-            events.Heartbeat(
-                9,
-                "r0",
-                "i1",
-                ReplicaReport(version_vector=vector),
-                held=heard,
-                held_versions_complete=complete,
-            )
-        )
+        machine.beat("r0", ticket=9, version_vector=vector, held=heard, complete=complete)
         (reply,) = machine.found(effects.Reply)
         assert isinstance(reply.answer, effects.HeartbeatAnswer)
         return reply.answer.held_versions_wanted
@@ -504,8 +495,8 @@ def test_a_push_that_comes_first_is_what_counts() -> None:
 
 
 _ORDERS = [
-    OutOfService(ReplicaState.CORDONED, "new disk"),
-    OutOfService(ReplicaState.QUARANTINED, "nonsense"),
+    OutOfService("new disk"),
+    OutOfService("nonsense", no_pushes=True),
 ]
 
 
@@ -516,10 +507,9 @@ def test_an_order_that_the_catalog_does_not_know_is_taken_from_who_obeys_it(
     m = _older_copy()
     ticket = _comes_back(m, "r0", 3, m.state.opened_epoch_counter + 1, out_of_service=order)
     answer = m.answer(ticket)
-    assert isinstance(answer, effects.RegisterAnswer)
     assert answer.out_of_service == order
-    assert bool(answer.refuse_reason) is (order.state is ReplicaState.QUARANTINED)
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is order.state
+    assert bool(answer.refuse_reason) is order.no_pushes
+    assert m.standing("r0")[0] is ReplicaState.OUT_OF_SERVICE
     assert m.ever(effects.SaveOutOfService) == [effects.SaveOutOfService("r0", order)]
     lost = Machine()
     lost.state = dataclasses.replace(lost.state, coordinator_id="second")
@@ -550,7 +540,7 @@ def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
         m.run_to(Phase.COMMITTED)
     for event in (
         lambda: m.roll_back("math", 1),
-        lambda: m.do(events.TakeOutOfService(0, "r0", _ORDERS[0])),
+        lambda: m.do(events.Cordon(0, "r0", "new disk")),
         lambda: m.do(events.Uncordon(0, "r0")),
         lambda: m.do(events.ForgetPolicy(0, "math", True)),
     ):
@@ -560,13 +550,7 @@ def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
             m.answer_commits(rollback)
         assert m.state.epoch_counter > before
         assert m.ever(effects.SaveEpoch)[-1].epoch == m.state.epoch_counter
-    m.do(
-        events.Heartbeat(
-            77, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
-        )
-    )
-    answer = m.answer(77)
-    assert isinstance(answer, effects.HeartbeatAnswer)
+    answer = m.beat("r0")
     assert answer.epoch == m.state.epoch_counter
 
 
@@ -599,16 +583,10 @@ def test_what_is_adopted_is_announced_with_its_holders_and_known_by_content() ->
     assert sorted(machine.state.base_contents) == [2, 3]
 
 
-def test_an_order_to_quarantine_is_not_loosened_by_what_a_replica_says() -> None:
-    cordoned, quarantined = (
-        next(order for order in _ORDERS if order.state is state)
-        for state in (ReplicaState.CORDONED, ReplicaState.QUARANTINED)
-    )
-    for known, told, kept in (
-        (quarantined, cordoned, quarantined),
-        (cordoned, quarantined, quarantined),
-    ):
+def test_an_order_without_pushes_is_not_loosened_by_what_a_replica_says() -> None:
+    loose, strict = _ORDERS
+    for known, told in ((strict, loose), (loose, strict)):
         m = _older_copy()
         m.state = dataclasses.replace(m.state, out_of_service={"r0": known})
         _comes_back(m, "r0", 3, m.state.opened_epoch_counter + 1, out_of_service=told)
-        assert m.state.out_of_service == {"r0": kept}
+        assert m.state.out_of_service == {"r0": strict}

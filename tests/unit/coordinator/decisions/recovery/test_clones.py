@@ -19,11 +19,9 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     GONE_FOR_GOOD,
     next_clone,
     serving_pool,
-    standing_of,
 )
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
@@ -40,7 +38,7 @@ def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
     m = serving_pool()
     m.register("r1")
     brought = []
-    while standing_of(m, "r1")[0] is not ReplicaState.READY:
+    while m.standing("r1")[0] is not ReplicaState.READY:
         ticket = next_clone(m)
         transfer = m.transfer(ticket)
         assert (transfer.purpose.name, transfer.source, transfer.targets) == (
@@ -74,7 +72,7 @@ def test_a_late_joiner_that_cannot_load_a_base_is_brought_none() -> None:
     assert brought == ["code@1", "math@1", "math@2"]
     m.pass_time(3)
     assert not m.look_ups()
-    assert standing_of(m, "r1") == (
+    assert m.standing("r1") == (
         ReplicaState.PENDING_WEIGHTS,
         "lacks base@1, which it cannot load while it runs: its reload would leave mixed weights",
     )
@@ -100,7 +98,7 @@ def test_what_nobody_holds_is_said_and_nothing_is_tried() -> None:
     m.do(events.Leave(5, "r0", "i1"))
     m.register("r0", "i2")
     m.pass_time(3)
-    where, why = standing_of(m, "r0")
+    where, why = m.standing("r0")
     assert where is ReplicaState.PENDING_WEIGHTS
     assert why == f"lacks base@1, code@1, math@2, {GONE_FOR_GOOD}"
     assert not m.look_ups()
@@ -113,7 +111,7 @@ def test_a_base_that_is_served_but_not_retained_cannot_be_cloned() -> None:
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
     m.pass_time(1)
-    assert standing_of(m, "r1")[1] == f"lacks base@1, {GONE_FOR_GOOD}"
+    assert m.standing("r1")[1] == f"lacks base@1, {GONE_FOR_GOOD}"
     assert not m.look_ups()
 
 
@@ -121,7 +119,7 @@ def test_standing_says_what_comes_from_whom() -> None:
     m = serving_pool()
     m.register("r1")
     next_clone(m)
-    assert standing_of(m, "r1")[1] == "lacks base@1, which comes from r0; lacks code@1, math@2"
+    assert m.standing("r1")[1] == "lacks base@1, which comes from r0; lacks code@1, math@2"
 
 
 def test_a_source_that_is_not_ready_will_do_if_it_holds_the_bytes() -> None:
@@ -146,13 +144,13 @@ def test_a_broken_stream_puts_it_off_and_disturbs_nothing_else(rank: int) -> Non
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert [c.replica_id for c in m.found(effects.CallDiscard)] == ["r1"]
     assert not m.ever(effects.SaveRetired)
-    assert standing_of(m, "r0")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
     if rank:  # its process may be dead
-        assert standing_of(m, "r1")[0] is ReplicaState.LOST
+        assert m.standing("r1")[0] is ReplicaState.LOST
         m.do(events.Tick())
         assert not m.look_ups()
-        m.do(events.Heartbeat(7, "r1", "i1", ReplicaReport()))
-    where, why = standing_of(m, "r1")
+        m.beat("r1", ticket=7, version_vector=VersionVector())
+    where, why = m.standing("r1")
     assert where is ReplicaState.PENDING_WEIGHTS
     assert "could not be brought yet" in why
     assert "its stream broke" in why
@@ -205,7 +203,7 @@ def test_a_copy_that_is_not_what_was_committed_is_not_served() -> None:
     assert failure is not None
     assert (failure.reason, failure.metadata["member"]) == ("DIGEST_MISMATCH", "r0")
     assert len(m.ever(effects.CallCommit)) == commits
-    assert "not what was committed" in standing_of(m, "r1")[1]
+    assert "not what was committed" in m.standing("r1")[1]
 
 
 def test_a_clone_that_the_engine_refuses_is_tried_again() -> None:
@@ -215,8 +213,8 @@ def test_a_clone_that_the_engine_refuses_is_tried_again() -> None:
     m.finish(ticket, r1=LOAD_FAILED)
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert m.state.policies["base"].served_version == 1
-    assert standing_of(m, "r0")[0] is ReplicaState.READY
-    assert "the engine said no" in standing_of(m, "r1")[1]
+    assert m.standing("r0")[0] is ReplicaState.READY
+    assert "the engine said no" in m.standing("r1")[1]
     assert f"g{ticket}" not in m.state.groups
 
 
@@ -310,7 +308,7 @@ def test_nothing_is_cloned_to_or_from_who_was_just_lost() -> None:
     m.acquire("base")
     ticket = m.run_to(Phase.STAGING, "base", min_replicas=1)
     m.do(events.RankGone(f"g{ticket}", 2, "its stream broke"))
-    assert standing_of(m, "r1")[0] is ReplicaState.LOST
+    assert m.standing("r1")[0] is ReplicaState.LOST
     m.attend_all(ticket)
     m.prepare_all(ticket)
     m.stage_all(ticket)
@@ -329,16 +327,7 @@ def test_a_clone_is_not_begun_to_who_was_lost_while_it_was_looked_up() -> None:
     m.do(events.Tick())
     for _ in range(8):
         m.now += 1
-        m.do(
-            events.Heartbeat(
-                8,
-                "r0",
-                "i1",
-                ReplicaReport(
-                    version_vector=m.state.replicas["r0"].vector, retained_base_versions=(1,)
-                ),
-            )
-        )
+        m.beat("r0", ticket=8, retained_base_versions=(1,))
         m.do(events.Tick())
     assert m.state.replicas["r1"].lost
     assert m.answer_look_ups() == []
@@ -350,7 +339,7 @@ def test_a_lookup_that_fails_is_put_off() -> None:
     m.register("r1")
     m.do(events.Tick())
     assert m.answer_look_ups(Failure("PEER_GONE", "no answer")) == []
-    assert "no answer" in standing_of(m, "r1")[1]
+    assert "no answer" in m.standing("r1")[1]
     m.pass_time(1.5)
     assert m.answer_look_ups(record=None) == []
 
@@ -393,14 +382,14 @@ def test_backends_must_meet() -> None:
     )
     m.do(events.Tick())
     assert m.answer_look_ups() == []
-    assert "BACKEND_MISMATCH" in standing_of(m, "r1")[1]
+    assert "BACKEND_MISMATCH" in m.standing("r1")[1]
 
 
 def test_versions_that_are_about_to_be_retired_are_not_cloned() -> None:
     m = serving_pool(retain_versions=1)
     m.register("r1")
     brought = []
-    while standing_of(m, "r1")[0] is not ReplicaState.READY:
+    while m.standing("r1")[0] is not ReplicaState.READY:
         ticket = next_clone(m)
         brought.append(str(m.transfer(ticket).policy_version))
         m.finish(ticket)
@@ -446,7 +435,7 @@ def test_a_base_with_a_draft_is_sent_to_who_takes_it(
     assert not m.state.transfers
     assert len(m.ever(effects.CallSend)) == sent
     assert [e.kind for e in m.found(effects.Announce)] == [effects.EventKind.CLONE_FAILED]
-    why = standing_of(m, "r1")[1]
+    why = m.standing("r1")[1]
     assert why.startswith(
         "lacks base@1, which could not be brought yet, it is tried again: 'w' has shape (8,8), "
         "the served model has (4,8)"

@@ -8,12 +8,10 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     GONE_FOR_GOOD,
     next_clone,
     serving_pool,
-    standing_of,
 )
 from weft_rl.contract.names import AdapterVersions, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.repair import Restore
-from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
@@ -26,9 +24,9 @@ def test_a_dirty_replica_is_repaired_by_a_clone() -> None:
     m.answer_commits(ticket, r1=DIRTY)
     clone = next_clone(m)
     assert m.transfer(clone).policy_version == BASE_1
-    assert standing_of(m, "r1")[0] is ReplicaState.QUARANTINED
+    assert m.standing("r1")[0] is ReplicaState.QUARANTINED
     m.finish(clone)
-    assert standing_of(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
 
 
 def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
@@ -36,27 +34,15 @@ def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
     m = Machine().pool("r0")
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
-    replica = m.state.replicas["r0"]
     m.now += 5
-    m.do(
-        events.Heartbeat(
-            9,
-            "r0",
-            "i1",
-            ReplicaReport(
-                version_vector=replica.vector,
-                retained_base_versions=(1,),
-                dirty_reason="a layer burned",
-            ),
-        )
-    )
-    assert standing_of(m, "r0") == (ReplicaState.QUARANTINED, "a layer burned")
+    m.beat("r0", ticket=9, retained_base_versions=(1,), dirty_reason="a layer burned")
+    assert m.standing("r0") == (ReplicaState.QUARANTINED, "a layer burned")
     ticket = next_clone(m)
     assert isinstance(m.transfer(ticket).purpose, Restore)
     (call,) = m.found(effects.CallSwitch)
     assert (call.replica_id, call.version) == ("r0", BASE_1)
     m.answer_commit(ticket, "r0")
-    assert standing_of(m, "r0") == (ReplicaState.READY, "")
+    assert m.standing("r0") == (ReplicaState.READY, "")
 
 
 def test_a_dirty_pool_without_a_copy_says_so() -> None:
@@ -64,7 +50,7 @@ def test_a_dirty_pool_without_a_copy_says_so() -> None:
     m.acquire("base")
     ticket = m.run_to(Phase.COMMITTING, "base")
     m.answer_commits(ticket, r0=DIRTY)
-    assert standing_of(m, "r0") == (
+    assert m.standing("r0") == (
         ReplicaState.QUARANTINED,
         f"the engine broke; it needs base@1, {GONE_FOR_GOOD}",
     )
@@ -79,4 +65,4 @@ def test_an_alias_that_stands_elsewhere_is_put_right() -> None:
     ticket = next_clone(m)
     assert isinstance(m.transfer(ticket).purpose, Restore)
     m.answer_commit(ticket, "r1")
-    assert standing_of(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY

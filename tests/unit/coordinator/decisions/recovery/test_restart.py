@@ -12,19 +12,6 @@ from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import Phase, VersionRecord, VersionState
 
 
-def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) -> None:
-    replica = m.state.replicas[replica_id]
-    m.do(
-        events.Heartbeat(
-            0,
-            replica_id,
-            replica.incarnation,
-            ReplicaReport(version_vector=replica.vector),
-            staged=staged,
-        ),
-    )
-
-
 def _restarted(m: Machine) -> Machine:
     """The same catalog, and nothing else."""
     after = Machine()
@@ -40,7 +27,7 @@ def test_a_committed_version_is_rolled_forward_by_its_record() -> None:
     record = saved_versions(before)[-1]
     assert record.state is VersionState.COMMITTED
     m = _restarted(before)
-    _beat(m, "r0", {f"t{ticket}": record})
+    m.beat("r0", staged={f"t{ticket}": record})
     (call,) = m.found(effects.CallCommit)
     assert (call.replica_id, call.version, call.content_digest) == (
         "r0",
@@ -49,7 +36,7 @@ def test_a_committed_version_is_rolled_forward_by_its_record() -> None:
     )
     vector = m.state.replicas["r0"].vector.with_adapter(record.version)
     m.do(events.CommitAnswered(f"t{ticket}", "r0", "i1", vector, 0.0, None))
-    _beat(m, "r0", {f"t{ticket}": record})  # served by now: only its bytes are left
+    m.beat("r0", staged={f"t{ticket}": record})  # served by now: only its bytes are left
     assert not m.found(effects.CallCommit)
     assert m.found(effects.CallDiscard)
 
@@ -60,7 +47,7 @@ def test_anything_else_is_discarded() -> None:
     ticket = before.run_to(Phase.STAGING)
     aborted = replace(saved_versions(before)[-1], state=VersionState.ABORTED)
     m = _restarted(before)
-    _beat(m, "r1", {f"t{ticket}": aborted, "t-unheard-of": None})
+    m.beat("r1", staged={f"t{ticket}": aborted, "t-unheard-of": None})
     assert [c.transfer_id for c in m.found(effects.CallDiscard)] == ["t-unheard-of", f"t{ticket}"]
 
 
@@ -68,7 +55,7 @@ def test_a_transfer_under_way_is_left_alone() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
     ticket = m.run_to(Phase.STAGING)
-    _beat(m, "r0", {f"t{ticket}": saved_versions(m)[-1]})
+    m.beat("r0", staged={f"t{ticket}": saved_versions(m)[-1]})
     assert not m.found(effects.CallDiscard)
     assert not m.found(effects.CallCommit)
 
@@ -80,7 +67,7 @@ def test_a_base_that_was_superseded_is_not_rolled_forward() -> None:
     record = next(r for r in saved_versions(before) if r.state is VersionState.COMMITTED)
     before.run_to(Phase.COMMITTED, "base")
     m = _restarted(before)
-    _beat(m, "r0", {f"t{first}": record})
+    m.beat("r0", staged={f"t{first}": record})
     assert not m.found(effects.CallCommit)
     assert m.found(effects.CallDiscard)
 
@@ -101,7 +88,7 @@ def test_what_is_rolled_forward_waits_for_its_turn() -> None:
     m.acquire("code")
     push = m.run_to(Phase.STAGING, "code")
     for _ in range(2):
-        _beat(m, "r0", {f"t{ticket}": record})
+        m.beat("r0", staged={f"t{ticket}": record})
         assert not m.found(effects.CallCommit)
     m.stage_all(push)
     m.answer_commits(push)
@@ -110,7 +97,7 @@ def test_what_is_rolled_forward_waits_for_its_turn() -> None:
     m.begin("code", request_id="later")
     assert "r0" in {t for x in m.state.transfers.values() for t in x.occupied}
     m.do(events.CommitAnswered(f"t{ticket}", "r0", "i1", None, 0.0, LOAD_FAILED))
-    _beat(m, "r0", {f"t{ticket}": record})  # refused: it is not offered again
+    m.beat("r0", staged={f"t{ticket}": record})  # refused: it is not offered again
     assert not m.found(effects.CallCommit)
     assert m.found(effects.CallDiscard)
 
@@ -123,7 +110,7 @@ def test_what_is_rolled_forward_does_not_overtake_a_rollback() -> None:
     push = m.run_to(Phase.STAGING, "code")
     ids = TransferIds("t-back", 0, "g", "token", "secret")
     m.do(events.Rollback(next(m.ids), "math", 1, ids, m.now + 60, first))
-    _beat(m, "r0", {f"t{ticket}": record})
+    m.beat("r0", staged={f"t{ticket}": record})
     m.stage_all(push)
     m.answer_commits(push)
     assert [c.version for c in m.found(effects.CallSwitch)] == [first.version]
@@ -138,7 +125,7 @@ def test_a_base_that_was_left_behind_waits_for_the_pins_to_be_heard() -> None:
     m, ticket, record = _left_behind("base")
     base = replace(m.state.policies["base"], pinned=(1,))
     m.state = replace(m.state, policies={**m.state.policies, "base": base})
-    _beat(m, "r0", {f"t{ticket}": record})
+    m.beat("r0", staged={f"t{ticket}": record})
     assert not m.found(effects.CallCommit)
     replica = m.state.replicas["r0"]
     beat = events.Heartbeat(

@@ -8,7 +8,6 @@ from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.repair import Restore
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 
 MISMATCH = Failure("DIGEST_MISMATCH", "these are not its files", {})
@@ -35,14 +34,14 @@ def _next(m: Machine) -> int:
 def test_a_whole_pool_restarted_comes_back_from_its_spill_directory() -> None:
     m = _restarted(*ALL)
     brought = []
-    while explain_state(m.state, m.state.replicas["r0"])[0] is not ReplicaState.READY:
+    while m.standing("r0")[0] is not ReplicaState.READY:
         ticket = _next(m)
         (call,) = m.found(effects.CallRestore)
         brought.append((str(call.version), call.alias))
         assert (call.content_digest, call.layout_digest) == (DIGEST, LAYOUT.digest)
         assert call.adapter == (None if call.version.policy == "base" else SPEC)
         assert call.timeout_seconds == m.state.settings.clone_seconds
-        _, why = explain_state(m.state, m.state.replicas["r0"])
+        _, why = m.standing("r0")
         if call.version.version == 2 or call.version.policy == "base":
             assert f"lacks {call.version}, which comes from its spill directory" in why
         m.answer_commit(ticket, "r0")
@@ -85,10 +84,9 @@ def test_the_disk_is_tried_after_a_clone_failed_and_the_other_way_round() -> Non
 def test_a_corrupt_copy_is_noted_and_once_it_is_not_listed_the_owner_is_asked() -> None:
     m = _restarted("base@1", publish_again_after_seconds=3)
     m.answer_commit(_next(m), "r0", MISMATCH)
-    _, why = explain_state(m.state, m.state.replicas["r0"])
+    _, why = m.standing("r0")
     assert "could not be brought yet, it is tried again: these are not its files" in why
-    replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i2", ReplicaReport(version_vector=replica.vector)))
+    m.beat("r0", "i2")
     m.pass_time(4)
     asked = {e.subject for e in m.ever(effects.Announce) if e.kind == "publish_again_wanted"}
     assert asked == {"base@1", "math@2"}

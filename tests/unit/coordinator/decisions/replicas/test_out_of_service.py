@@ -1,4 +1,4 @@
-"""Cordon, quarantine and drain: who is out of service, and what still goes to whom."""
+"""Cordon and drain: who is out of service, and what still goes to whom."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.replica_state import explain_state, routes
+from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
-def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
-
-
-def _take_out(m: Machine, replica_id: str, kind: ReplicaState, reason: str = "") -> int:
+def _take_out(m: Machine, replica_id: str, reason: str = "", *, no_pushes: bool = False) -> int:
     ticket = next(m.ids)
-    m.do(events.TakeOutOfService(ticket, replica_id, OutOfService(kind, reason)))
+    m.do(events.Cordon(ticket, replica_id, reason, no_pushes))
     return ticket
 
 
@@ -41,22 +37,13 @@ def _drain(m: Machine, replica_id: str, seconds: float = 60.0, reason: str = "")
 
 
 def _beat(m: Machine, replica_id: str, note: DrainNote | None = None) -> effects.HeartbeatAnswer:
-    ticket, replica = next(m.ids), m.state.replicas[replica_id]
-    m.do(
-        events.Heartbeat(
-            ticket,
-            replica_id,
-            replica.incarnation,
-            ReplicaReport(
-                version_vector=replica.vector,
-                retained_base_versions=replica.retained,
-                drain=note,
-                refusing=refuse_reason(m.state, replica_id),
-                order_number=m.state.order_number,
-            ),
-        )
+    answer = m.beat(
+        replica_id,
+        retained_base_versions=m.state.replicas[replica_id].retained,
+        drain=note,
+        refusing=refuse_reason(m.state, replica_id),
+        order_number=m.state.order_number,
     )
-    answer = m.answer(ticket)
     assert isinstance(answer, effects.HeartbeatAnswer)
     return answer
 
@@ -72,14 +59,14 @@ def _kinds(m: Machine) -> list[tuple[str, str]]:
 def test_a_cordoned_replica_receives_and_is_not_ready() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")
-    m.answer(_take_out(m, "r1", ReplicaState.CORDONED, "new disk"))
-    assert _state(m, "r1") == (ReplicaState.CORDONED, "by an operator: new disk")
+    m.answer(_take_out(m, "r1", "new disk"))
+    assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: new disk")
     assert not _beat(m, "r1").ready
     assert _beat(m, "r1").refuse_reason == ""
     assert _targets(m) == ("r0", "r1")
     m.answer(_uncordon(m, "r1"))
     assert _beat(m, "r1").ready
-    assert ("replica_cordoned", "r1") in _kinds(m)
+    assert ("replica_out_of_service", "r1") in _kinds(m)
     assert _kinds(m)[-1] == ("replica_ready", "r1")
 
 
@@ -88,58 +75,56 @@ def test_a_cordoned_replica_says_what_it_lacks() -> None:
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
-    _take_out(m, "r1", ReplicaState.CORDONED)
-    assert _state(m, "r1") == (
-        ReplicaState.CORDONED,
+    _take_out(m, "r1")
+    assert m.standing("r1") == (
+        ReplicaState.OUT_OF_SERVICE,
         "by an operator; lacks base@1, which it is sent when it is put back into service",
     )
 
 
 def test_a_cordon_is_of_the_name_and_outlives_both_sides(catalog_path: Path) -> None:
     m = Machine().pool("r0", "r1")
-    _take_out(m, "r0", ReplicaState.CORDONED, "a")
-    _take_out(m, "r0", ReplicaState.CORDONED, "b")
-    _take_out(m, "r1", ReplicaState.CORDONED)
+    _take_out(m, "r0", "a")
+    _take_out(m, "r0", "b")
+    _take_out(m, "r1")
     _uncordon(m, "r1")
     m.do(events.Leave(0, "r0", "i1"))
     m.register("r0", "i2")
-    assert _state(m, "r0") == (ReplicaState.CORDONED, "by an operator: b")
+    assert m.standing("r0") == (ReplicaState.OUT_OF_SERVICE, "by an operator: b")
     catalog = Catalog.open(catalog_path)
     catalog.apply([e for e in m.all if isinstance(e, effects.Save)])
     catalog.close()
     catalog = Catalog.open(catalog_path)
-    assert catalog.snapshot().out_of_service == {"r0": OutOfService(ReplicaState.CORDONED, "b")}
+    assert catalog.snapshot().out_of_service == {"r0": OutOfService("b")}
     catalog.close()
 
 
 def test_orders_for_unknown_replicas() -> None:
     m = Machine().pool("r0")
     for ticket in (
-        _take_out(m, "r9", ReplicaState.CORDONED),
-        _take_out(m, "r9", ReplicaState.QUARANTINED, "why"),
+        _take_out(m, "r9"),
         _uncordon(m, "r9"),
         _drain(m, "r9"),
     ):
         assert m.error(ticket).reason == "REPLICA_UNKNOWN"
-    _take_out(m, "r0", ReplicaState.CORDONED)
+    _take_out(m, "r0")
     m.do(events.Leave(0, "r0", "i1"))
     m.answer(_uncordon(m, "r0"))  # a name that is gone can be forgotten
     assert m.error(_uncordon(m, "r0")).reason == "REPLICA_UNKNOWN"
 
 
-def test_nothing_goes_to_a_replica_that_an_operator_quarantined() -> None:
+def test_nothing_goes_to_a_replica_that_an_operator_keeps_out() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("base")
     m.acquire("math")
-    assert m.error(_take_out(m, "r1", ReplicaState.QUARANTINED)).reason == "INVALID_REQUEST"
-    m.answer(_take_out(m, "r1", ReplicaState.QUARANTINED, "answers nonsense"))
-    m.answer(_take_out(m, "r1", ReplicaState.CORDONED, "does not loosen it"))
-    assert _state(m, "r1") == (
-        ReplicaState.QUARANTINED,
+    m.answer(_take_out(m, "r1", "answers nonsense", no_pushes=True))
+    m.answer(_take_out(m, "r1", "does not loosen it"))
+    assert m.standing("r1") == (
+        ReplicaState.OUT_OF_SERVICE,
         "by an operator: answers nonsense; it has not said yet that it refuses requests",
     )
     assert _beat(m, "r1").refuse_reason.endswith("answers nonsense")
-    assert _state(m, "r1") == (ReplicaState.QUARANTINED, "by an operator: answers nonsense")
+    assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: answers nonsense")
     assert _targets(m, "base") == _targets(m) == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -148,15 +133,15 @@ def test_nothing_goes_to_a_replica_that_an_operator_quarantined() -> None:
     assert [(e.replica_id, e.source_id) for e in m.look_ups()] == [("r1", "r0")]
 
 
-def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None:
+def test_nothing_is_cloned_from_a_replica_that_an_operator_keeps_out() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    _take_out(m, "r0", ReplicaState.QUARANTINED, "why")
+    _take_out(m, "r0", "why", no_pushes=True)
     m.register("r1")
     m.pass_time(1.0)
     assert m.look_ups() == []
-    assert "no replica in contact holds" in _state(m, "r1")[1]
+    assert "no replica in contact holds" in m.standing("r1")[1]
     _uncordon(m, "r0")
     m.pass_time(1.0)
     (ticket,) = m.answer_look_ups()
@@ -174,7 +159,7 @@ def test_a_draining_replica_gets_nothing_new() -> None:
     m.acquire("math")
     m.acquire("base")
     m.answer(_drain(m, "r1", 60.0, "old card"))
-    assert _state(m, "r1") == (ReplicaState.DRAINING, "by an operator: old card")
+    assert m.standing("r1") == (ReplicaState.DRAINING, "by an operator: old card")
     assert _targets(m) == _targets(m, "base") == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -210,13 +195,13 @@ def test_a_replica_that_drains_of_its_own_accord() -> None:
     m = Machine().pool("r0", "r1")
     note = DrainNote(30.0, "told to stop")
     assert _seconds_left(m, "r1", note) == pytest.approx(30.0)
-    assert _state(m, "r1") == (ReplicaState.DRAINING, "told to stop")
+    assert m.standing("r1") == (ReplicaState.DRAINING, "told to stop")
     m.register("r1")  # the same process: the drain goes on
-    assert _state(m, "r1")[0] is ReplicaState.DRAINING
+    assert m.standing("r1")[0] is ReplicaState.DRAINING
     m.do(events.Leave(0, "r1", "i1"))
     assert "r1" not in m.state.replicas
     m.register("r1", "i2")
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -> None:
@@ -236,7 +221,7 @@ def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -
             report=ReplicaReport(drain=DrainNote(5.0, "told to stop")),
         )
     )
-    assert _state(m, "r0")[0] is ReplicaState.DRAINING
+    assert m.standing("r0")[0] is ReplicaState.DRAINING
 
 
 def test_a_draining_replica_is_the_last_choice_for_a_clone() -> None:
@@ -285,12 +270,12 @@ def test_a_usual_start_needs_no_heartbeat_more() -> None:
 
 def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> None:
     m = _open_pool()
-    why = "an operator quarantined this replica: nonsense"
-    m.answer(_take_out(m, "r1", ReplicaState.QUARANTINED, "nonsense"))
+    why = "an operator took this replica out of service: nonsense"
+    m.answer(_take_out(m, "r1", "nonsense", no_pushes=True))
     assert _refuse_calls(m) == [("r1", why, 1)]
-    assert _state(m, "r1")[1].endswith("it has not said yet that it refuses requests")
+    assert m.standing("r1")[1].endswith("it has not said yet that it refuses requests")
     _says(m, "r1", why, 1)
-    assert _state(m, "r1") == (ReplicaState.QUARANTINED, "by an operator: nonsense")
+    assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: nonsense")
     answer = m.answer(_uncordon(m, "r1"))
     assert _refuse_calls(m)[1:] == [("r1", "", 2)]
     assert isinstance(answer, effects.UncordonAnswer)
@@ -298,51 +283,40 @@ def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> Non
     assert why in answer.state_reason
     assert _routed(m) == ["r0"]
     _says(m, "r1", "", 2)
-    assert _state(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
     assert _routed(m) == ["r0", "r1"]
 
 
 def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> None:
     m = _open_pool()
-    _take_out(m, "r1", ReplicaState.QUARANTINED, "nonsense")
+    _take_out(m, "r1", "nonsense", no_pushes=True)
     _uncordon(m, "r1")  # before the replica has heard of anything: two calls race
-    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     _says(m, "r1", "", 0)
-    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = _beat(m, "r1")
     assert (answer.refuse_reason, answer.order_number, answer.ready) == ("", 2, True)
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 2**53])
 def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
     m = _open_pool()
-    _take_out(m, "r1", ReplicaState.QUARANTINED, "nonsense")
+    _take_out(m, "r1", "nonsense", no_pushes=True)
     _uncordon(m, "r1")
     _says(m, "r1", "", 2)
     vector = m.state.replicas["r1"].vector
-    m.do(
-        events.Heartbeat(
-            0,
-            "r1",
-            "i1",
-            ReplicaReport(version_vector=vector, refusing="late", order_number=number),
-        )
-    )
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    m.beat("r1", version_vector=vector, refusing="late", order_number=number)
+    assert m.standing("r1")[0] is ReplicaState.READY
     m.do(events.RefuseAnswered("r1", "i0", "another process", 2))
-    assert _state(m, "r1")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.READY
 
 
 def test_one_that_refuses_by_itself_is_not_ready() -> None:
     m = _open_pool()
     vector = m.state.replicas["r1"].vector
-    m.do(
-        events.Heartbeat(
-            0, "r1", "i1", ReplicaReport(version_vector=vector, refusing="bare names are refused")
-        )
-    )
-    assert _state(m, "r1") == (
+    m.beat("r1", version_vector=vector, refusing="bare names are refused")
+    assert m.standing("r1") == (
         ReplicaState.PENDING_WEIGHTS,
         "it has not said yet that it takes requests, it said last: bare names are refused",
     )
@@ -353,16 +327,14 @@ def test_one_that_refuses_by_itself_is_not_ready() -> None:
 
 def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> None:
     m = _open_pool()
-    _take_out(m, "r0", ReplicaState.QUARANTINED, "nonsense")
+    _take_out(m, "r0", "nonsense", no_pushes=True)
     answer = m.answer(m.register("r0"))
-    assert isinstance(answer, effects.RegisterAnswer)
     assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
     again = _registered(m, "r1")
-    report = dataclasses.replace(again.report, refusing="an operator quarantined it")
+    report = dataclasses.replace(again.report, refusing="an operator ordered it")
     m.do(dataclasses.replace(again, report=report))
-    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = m.answer(900)
-    assert isinstance(answer, effects.RegisterAnswer)
     assert answer.refuse_reason == ""
 
 
@@ -382,7 +354,7 @@ def _registered(m: Machine, replica_id: str) -> events.Register:
 
 def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
     m = _open_pool()
-    _take_out(m, "r1", ReplicaState.CORDONED)
+    _take_out(m, "r1")
     assert _refuse_calls(m) == [("r1", "", 0)]
     answer = m.answer(_uncordon(m, "r1"))
     assert answer == effects.UncordonAnswer(ReplicaState.READY, "")
@@ -392,17 +364,12 @@ def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
 def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     m = _open_pool()
     vector = m.state.replicas["r0"].vector
-    m.do(
-        events.Heartbeat(
-            0, "r0", "i1", ReplicaReport(version_vector=vector, dirty_reason="the engine broke")
-        )
-    )
+    m.beat("r0", version_vector=vector, dirty_reason="the engine broke")
     error = m.error(_uncordon(m, "r0"))
     assert (error.reason, "the engine broke" in error.message) == ("NOT_TAKEN_OUT_OF_SERVICE", True)
     _drain(m, "r1", reason="old card")
     assert m.error(_uncordon(m, "r1")).reason == "NOT_TAKEN_OUT_OF_SERVICE"
-    _take_out(m, "r1", ReplicaState.CORDONED)  # the name may come back: the order goes
+    _take_out(m, "r1")  # the name may come back: the order goes
     answer = m.answer(_uncordon(m, "r1"))
-    assert isinstance(answer, effects.UncordonAnswer)
     assert answer.state is ReplicaState.DRAINING
     assert not m.state.out_of_service

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from tests.unit.coordinator.decisions.machine import DIRTY, Machine
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import routes
-from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Phase
 
 
 def _pool(*replica_ids: str) -> Machine:
@@ -51,8 +50,7 @@ def test_what_is_not_ready_is_not_listed() -> None:
     m.run_to(Phase.COMMITTED, "base")
     late = lambda: m.register("r2", http_url="http://r2")  # noqa: E731
     assert _told(m, late) is None  # it lacks base@1
-    order = OutOfService(ReplicaState.CORDONED, "")
-    assert _told(m, lambda: m.do(events.TakeOutOfService(1, "r0", order))) == ["r1 1"]
+    assert _told(m, lambda: m.do(events.Cordon(1, "r0"))) == ["r1 1"]
     assert _told(m, lambda: m.do(events.Uncordon(2, "r0"))) == ["r0 1", "r1 1"]
     assert _told(m, lambda: m.do(events.Drain(3, "r0", 60.0, ""))) == ["r1 1"]
     assert _told(m, lambda: m.do(events.Leave(4, "r0", "i1"))) is None

@@ -12,13 +12,11 @@ from weft_rl.contract.errors import (
     RequestConflictError,
     TransferTimeoutError,
 )
-from weft_rl.contract.replica_report import ReplicaReport, Sleep
+from weft_rl.contract.names import VersionVector
+from weft_rl.contract.replica_report import Sleep
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
-    CAUSES,
     base_targets,
-    cause,
-    explain_state,
     versions_to_bring,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, ReplicaState
@@ -75,13 +73,6 @@ def _slept() -> Machine:
     return m
 
 
-def _state(m: Machine, name: str) -> tuple[ReplicaState, str]:
-    replica = m.state.replicas[name]
-    state, why = explain_state(m.state, replica)
-    assert cause(m.state, replica, state) in CAUSES[state]
-    return state, why
-
-
 def _called(m: Machine, kind: type[effects.CallSleep | effects.CallWake]) -> list[str]:
     return [call.replica_id for call in m.ever(kind)]
 
@@ -92,17 +83,17 @@ def test_those_that_share_a_gpu_sleep_and_are_routed_to_no_more_from_the_order_o
     assert _called(m, effects.CallSleep) == ["r0", "r1"]
     assert not m.state.replicas["r0"].routed
     assert m.state.replicas["r2"].routed
-    assert _state(m, "r0") == (ReplicaState.ASLEEP, "for trainer t1, once its requests have ended")
+    assert m.standing("r0") == (ReplicaState.ASLEEP, "for trainer t1, once its requests have ended")
     _asleep(m, "r0")
     assert not m.answered(ticket)
     _asleep(m, "r1")
     assert m.answer(ticket) == effects.SleepAnswer(("r0", "r1"))
-    assert _state(m, "r0") == (ReplicaState.ASLEEP, "for trainer t1")
+    assert m.standing("r0") == (ReplicaState.ASLEEP, "for trainer t1")
     kinds = [a.kind for a in m.ever(effects.Announce) if a.subject == "r0"]
     assert kinds[-1] is effects.EventKind.REPLICA_ASLEEP
 
     ticket = _wake(m)
-    assert _state(m, "r1") == (ReplicaState.ASLEEP, "it is being woken")
+    assert m.standing("r1") == (ReplicaState.ASLEEP, "it is being woken")
     assert not m.answered(ticket)
     _awake(m, "r0", "r1")
     assert m.answer(ticket) == effects.SleepAnswer(("r0", "r1"))
@@ -155,7 +146,7 @@ def test_the_end_of_the_lease_wakes_them() -> None:
     m.pass_time(12.0, renews=False)
     assert _called(m, effects.CallWake) == ["r0", "r1"]
     _awake(m, "r0", "r1")
-    assert _state(m, "r0")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
 def test_a_lease_given_back_wakes_them_too_and_the_next_owner_starts_anew() -> None:
@@ -182,8 +173,8 @@ def test_an_order_that_is_refused_is_told_and_not_repeated() -> None:
     _awake(m, "r1")
     m.pass_time(10.0)
     assert _called(m, effects.CallSleep) == ["r0", "r1"]
-    assert _state(m, "r1")[0] is ReplicaState.READY
-    assert _state(m, "r0")[0] is ReplicaState.ASLEEP
+    assert m.standing("r1")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.ASLEEP
 
 
 def test_whoever_refuses_first_the_others_are_still_to_sleep_and_are_named() -> None:
@@ -245,7 +236,7 @@ def test_the_end_of_the_lease_wakes_one_that_still_waits_for_its_requests() -> N
     woken = Failure("EPOCH_FENCED", "told to wake before it slept", {"member": "r0"})
     m.do(events.SleepAnswered("r0", "i1", None, woken))
     _awake(m, "r0")
-    assert _state(m, "r0")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
     m.pass_time(10.0)
     assert _called(m, effects.CallWake) == ["r0"]
 
@@ -264,7 +255,7 @@ def test_a_new_process_of_a_sleeping_replica_is_put_to_sleep() -> None:
     m = _slept()
     m.pass_time(5.0, beats=False)
     m.register("r0", "i2", gpu_uuids=("a",), can_sleep=True)
-    assert _state(m, "r0")[0] is ReplicaState.ASLEEP
+    assert m.standing("r0")[0] is ReplicaState.ASLEEP
     m.pass_time(1.0)
     assert _called(m, effects.CallSleep) == ["r0", "r1", "r0"]
 
@@ -279,8 +270,8 @@ def test_a_call_that_waits_is_told_that_the_opposite_was_ordered() -> None:
 def test_a_new_order_puts_woken_weights_to_sleep_again() -> None:
     m = _slept()
     m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(sleep=Sleep("t1", weights_awake=True))))
-    assert _state(m, "r0")[1] == "for trainer t1, its weights awake"
+    m.beat("r0", version_vector=VersionVector(), sleep=Sleep("t1", weights_awake=True))
+    assert m.standing("r0")[1] == "for trainer t1, its weights awake"
     ticket = _sleep(m)
     assert _called(m, effects.CallSleep) == ["r0", "r1", "r0", "r1"]
     assert not m.answered(ticket)
@@ -302,7 +293,7 @@ def test_an_operator_s_order_outlasts_leases_and_trainers() -> None:
     assert m.ever(effects.CallSleep)[0].aborts
     m.do(events.SleepAnswered("r0", "i1", Sleep(""), None))
     assert m.answer(ticket) == effects.SleepAnswer(("r0",))
-    assert _state(m, "r0") == (ReplicaState.ASLEEP, "by an operator")
+    assert m.standing("r0") == (ReplicaState.ASLEEP, "by an operator")
     again = _sleep(m)
     _asleep(m, "r1")
     assert m.answer(again) == effects.SleepAnswer(("r0", "r1"))
@@ -310,12 +301,12 @@ def test_an_operator_s_order_outlasts_leases_and_trainers() -> None:
     _awake(m, "r1")
     assert m.answer(woken) == effects.SleepAnswer(("r1",))
     m.pass_time(30.0, renews=False)
-    assert _state(m, "r0")[0] is ReplicaState.ASLEEP
+    assert m.standing("r0")[0] is ReplicaState.ASLEEP
     ticket = next(m.ids)
     m.do(events.WakeReplica(ticket, "r0", m.now + 9.0))
     _awake(m, "r0")
     assert m.answer(ticket) == effects.SleepAnswer(("r0",))
-    assert _state(m, "r0")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
 
 
 def test_orders_for_nobody_are_refused() -> None:
@@ -334,7 +325,7 @@ def test_a_restarted_coordinator_takes_the_sleep_for_given_while_its_trainer_com
     m.acquire("base", trainer="t1")
     m.pass_time(30.0)
     assert not m.ever(effects.CallWake)
-    assert _state(m, "r0") == (ReplicaState.ASLEEP, "for trainer t1")
+    assert m.standing("r0") == (ReplicaState.ASLEEP, "for trainer t1")
     _wake(m)
     assert _called(m, effects.CallWake) == ["r0"]
 
@@ -363,7 +354,7 @@ def test_a_call_that_was_cancelled_leaves_the_order() -> None:
 def test_a_replica_that_drains_does_so_asleep() -> None:
     m = _slept()
     m.do(events.Drain(0, "r0", 60.0, ""))
-    assert _state(m, "r0")[0] is ReplicaState.DRAINING
+    assert m.standing("r0")[0] is ReplicaState.DRAINING
 
 
 def test_the_level_that_is_ordered_is_what_each_process_is_told() -> None:
@@ -391,7 +382,7 @@ def test_one_that_wakes_without_weights_is_brought_a_base_and_routed_to_after() 
     m.do(events.WakeAnswered("r0", "i1", None, "its weights were discarded as it slept"))
     _awake(m, "r1")
     assert m.answer(ticket) == effects.SleepAnswer(("r0", "r1"))
-    state, why = _state(m, "r0")
+    state, why = m.standing("r0")
     assert state is ReplicaState.QUARANTINED
     assert why.startswith("its weights were discarded as it slept")
     assert not m.state.replicas["r0"].routed

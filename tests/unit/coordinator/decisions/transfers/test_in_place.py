@@ -16,7 +16,6 @@ from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
@@ -51,10 +50,6 @@ def _say_due(m: Machine, ticket: int) -> None:
     transfer = m.transfer(ticket)
     for rank in range(1, m.state.groups[transfer.group_id].size):
         m.do(events.RankLoadDue(transfer.group_id, transfer.transfer_id, rank))
-
-
-def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def _beat(m: Machine, replica_id: str, dirty_reason: str = "") -> effects.HeartbeatAnswer:
@@ -100,7 +95,7 @@ def test_before_they_are_told_a_push_that_ends_costs_nothing() -> None:
     ticket = m.run_to(Phase.STAGING, "base")
     m.do(events.RankGone(m.transfer(ticket).group_id, 1, "its stream broke"))
     assert m.transfer(ticket).phase is Phase.ABORTED  # it requires all
-    assert _state(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
     failure = m.transfer(ticket).failure
     assert failure
     assert "dirty" not in failure.metadata
@@ -119,7 +114,7 @@ def test_a_heartbeat_that_says_so_meanwhile_is_no_reason_to_quarantine() -> None
     ticket = _loading(m)
     m.now += 5.0
     assert _beat(m, "r0", "base@1 is being loaded in place").ready
-    assert _state(m, "r0")[0] is ReplicaState.READY
+    assert m.standing("r0")[0] is ReplicaState.READY
     m.stage_all(ticket)
     assert _beat(m, "r0", "base@1 is being loaded in place").ready
     m.answer_commits(ticket)
@@ -136,10 +131,10 @@ def test_a_sender_that_dies_costs_them_their_weights_and_nobody_else() -> None:
     error = m.error(waiter)
     assert (error.reason, error.metadata["dirty"]) == ("PEER_GONE", "true")
     assert "r0 had begun to load it in place" in error.message
-    at, why = _state(m, "r0")
+    at, why = m.standing("r0")
     assert at is ReplicaState.QUARANTINED
     assert why.startswith("base@1 was not loaded whole: t1 is gone")
-    assert _state(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
     assert {c.replica_id for c in m.ever(effects.CallDiscard)} == {"r0", "r1"}
 
 
@@ -166,7 +161,7 @@ def test_the_loss_of_one_does_not_cost_the_others_their_weights() -> None:
     m.stage_all(ticket)
     m.answer_commits(ticket)
     assert m.transfer(ticket).phase is Phase.COMMITTED
-    assert _state(m, "r1") == (ReplicaState.READY, "")
+    assert m.standing("r1") == (ReplicaState.READY, "")
 
 
 def test_the_last_one_is_lost_with_the_push() -> None:
@@ -230,7 +225,7 @@ def test_the_owner_is_asked_for_what_all_have_lost() -> None:
     m.pass_time(2.0)
     asked = [a for a in m.ever(effects.Announce) if a.kind == "publish_again_wanted"]
     assert [a.subject for a in asked] == ["base@1"]
-    assert "is asked to publish it again" in _state(m, "r0")[1]
+    assert "is asked to publish it again" in m.standing("r0")[1]
 
 
 def test_what_came_whole_is_committed_though_the_coordinator_died() -> None:
@@ -242,17 +237,8 @@ def test_what_came_whole_is_committed_though_the_coordinator_died() -> None:
     m.do(events.Leave(next(m.ids), "r0", "i1"))
     m.register("r0", loads_in_place=True, dirty_reason=dirty, incarnation="i2")
     staged = {"t-old": record}
-    replica = m.state.replicas["r0"]
-    m.do(
-        events.Heartbeat(
-            next(m.ids),
-            "r0",
-            "i2",
-            ReplicaReport(
-                version_vector=replica.vector, retained_base_versions=(), dirty_reason=dirty
-            ),
-            staged=staged,
-        )
+    m.beat(
+        "r0", "i2", ticket=next(m.ids), retained_base_versions=(), dirty_reason=dirty, staged=staged
     )
     (call,) = m.found(effects.CallCommit)
     assert record is not None
@@ -264,7 +250,7 @@ def test_a_commit_that_fails_leaves_it_out_of_service() -> None:
     ticket = m.run_to(Phase.COMMITTING, "base")
     dirty = Failure("LOAD_FAILED", "the engine broke", {**LOAD_FAILED.metadata, "dirty": "true"})
     m.answer_commits(ticket, r0=dirty)
-    assert _state(m, "r0")[0] is ReplicaState.QUARANTINED
+    assert m.standing("r0")[0] is ReplicaState.QUARANTINED
 
 
 def test_a_push_that_is_to_be_checked_does_not_go_where_it_is_loaded_before() -> None:

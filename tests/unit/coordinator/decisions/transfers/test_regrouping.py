@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, Machine
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import eligible_targets, explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
@@ -132,9 +131,7 @@ def test_a_lost_replica_is_no_target_until_it_is_heard_again() -> None:
     replica = m.state.replicas["r1"]
     assert explain_state(m.state, replica)[0] is ReplicaState.LOST
     assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r2"]
-    m.do(
-        events.Heartbeat(0, "r1", replica.incarnation, ReplicaReport(version_vector=replica.vector))
-    )
+    m.beat("r1")
     assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r1", "r2"]
 
 
@@ -146,7 +143,7 @@ def test_no_lost_replica_is_told_to_commit() -> None:
     m.stage_all(ticket)
     assert {c.replica_id for c in m.ever(effects.CallCommit)} == {"r1", "r2"}
     m.answer_commits(ticket)
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.LOST
+    assert m.standing("r0")[0] is ReplicaState.LOST
 
 
 # -- whoever remains -------------------------------------------------------------------------
@@ -167,7 +164,7 @@ def test_a_receiver_that_fails_by_itself_leaves_the_push(reason: str, phase: Pha
     assert (after.phase, after.targets, after.lost) == (Phase.FORMING, ("r0", "r2"), ("r1",))
     assert after.losses["r1"].reason == reason
     # It spoke for itself: it is in contact, and no reason to route nothing to it.
-    assert explain_state(m.state, m.state.replicas["r1"])[0] is not ReplicaState.LOST
+    assert m.standing("r1")[0] is not ReplicaState.LOST
 
 
 def test_where_every_receiver_fails_the_push_ends_with_the_last_reason() -> None:

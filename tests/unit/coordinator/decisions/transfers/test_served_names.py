@@ -7,8 +7,7 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import name_in_the_way
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Phase
 
 
 @pytest.mark.parametrize(
@@ -57,11 +56,7 @@ def test_a_replica_that_came_while_a_push_waited_is_asked_too() -> None:
 def test_one_out_of_service_counts_since_it_comes_back_and_one_that_is_lost_does_not() -> None:
     m = Machine().pool("r0")
     m.register("r1", served_names=("math",))
-    m.do(
-        events.TakeOutOfService(
-            99, "r1", OutOfService(ReplicaState.QUARANTINED, "its fans are loud")
-        )
-    )
+    m.do(events.Cordon(99, "r1", "its fans are loud", no_pushes=True))
     m.acquire("math")
     assert m.error(m.begin()).reason == "INVALID_NAME"
     m.do(events.Leave(0, "r1", "i1"))

@@ -16,7 +16,6 @@ from tests.unit.coordinator.decisions.stalling import (
 )
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.transfer import (
     Activity,
     GroupProgress,
@@ -209,7 +208,7 @@ def test_a_push_that_loads_in_place_goes_on_with_those_that_work() -> None:
     say(m, ticket, Activity.SENDING, bucket=3, ranks=(0,), num_verified={1: 1, 2: 1})
     pass_saying(m, ticket, 12, activity=Activity.LOADING, ranks=(2,), bucket=1)
     assert m.transfer(ticket).targets == ("r1",)
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.QUARANTINED
+    assert m.standing("r0")[0] is ReplicaState.QUARANTINED
 
 
 def test_the_last_that_load_in_place_have_until_the_deadline() -> None:
@@ -427,7 +426,7 @@ def test_one_that_would_outlast_the_push_leaves_it() -> None:
     assert (after.targets, after.lost) == (("r0", "r2"), ("r1",))
     assert after.losses["r1"].reason == "TOO_SLOW"
     assert not suspects_of(m), "it works: nothing is wrong with it but its pace"
-    assert explain_state(m.state, m.state.replicas["r1"])[0] is not ReplicaState.LOST
+    assert m.standing("r1")[0] is not ReplicaState.LOST
 
 
 @pytest.mark.parametrize("min_replicas", [0, 3])

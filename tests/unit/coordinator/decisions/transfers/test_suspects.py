@@ -6,11 +6,10 @@ import itertools
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, pass_stuck, suspects_of
-from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import ReplicaWork
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
-    explain_state,
     routes,
 )
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
@@ -39,7 +38,7 @@ def _probes(m: Machine) -> list[effects.CallJoin]:
 def test_a_suspect_is_shown_and_heartbeats_do_not_clear_it() -> None:
     m = _suspect("r0", "r1")
     m.pass_time(30.0)
-    place, why = explain_state(m.state, m.state.replicas["r0"])
+    place, why = m.standing("r0")
     assert place is ReplicaState.SUSPECT
     assert why.startswith("r0 makes no progress: its workers did not take the order to join")
     assert "lacks math@1" in why
@@ -59,19 +58,12 @@ def _told(m: Machine) -> effects.CallJoin:
 
 def test_a_suspect_is_routed_only_once_its_engine_takes_orders_and_serves_all() -> None:
     m = _suspect("r0")  # the push has failed: nothing is lacking
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.SUSPECT
+    assert m.standing("r0")[0] is ReplicaState.SUSPECT
     assert routes(m.state) == []
     _told(m)
     assert [r.replica_id for r in routes(m.state)] == ["r0"]
     assert eligible_targets(m.state) == [], "what receives may hang on"
-    replica = m.state.replicas["r0"]
-    m.do(
-        events.Heartbeat(
-            77, "r0", replica.incarnation, ReplicaReport(version_vector=replica.vector)
-        )
-    )
-    answer = m.answer(77)
-    assert isinstance(answer, effects.HeartbeatAnswer)
+    answer = m.beat("r0")
     assert answer.ready
     m = _suspect("r0", "r1")  # that push is served: it lacks the version
     _told(m)
@@ -165,7 +157,7 @@ def test_a_replica_that_does_not_get_on_with_its_work_is_suspect_without_any_tra
     pass_stuck(m, "r0", what, 0.75, since=9.5)
     assert suspects_of(m) == ["r0"]
     assert [r.replica_id for r in routes(m.state)] == ["r1"]
-    why = explain_state(m.state, m.state.replicas["r0"])[1]
+    why = m.standing("r0")[1]
     assert "its engine, weft_drop_adapter" in why
     ticket = m.run_to(Phase.COMMITTED)
     assert m.transfer(ticket).served_by == {"r1"}

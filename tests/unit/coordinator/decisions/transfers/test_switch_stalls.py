@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import pass_stuck, suspects_of
-from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import ReplicaWork
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase
@@ -198,7 +198,6 @@ def test_a_rollback_does_not_wait_for_it() -> None:
     m.answer_commit(ticket, "r1")
     m.pass_time(STALL + 0.5)
     answer = m.answer(ticket)
-    assert isinstance(answer, effects.RollbackAnswer)
     assert answer.replica_ids == ("r1",)
     assert suspects_of(m) == ["r0"]
 
@@ -240,9 +239,7 @@ def test_one_that_is_lost_is_not_waited_for_either() -> None:
     m = _pool("r0", "r1")
     ticket, _ = _committing(m)
     m.pass_time(5.0, beats=False)
-    m.do(
-        events.Heartbeat(0, "r1", "i1", ReplicaReport(version_vector=m.state.replicas["r1"].vector))
-    )
+    m.beat("r1")
     m.pass_time(1.5, beats=False)
     assert m.transfer(ticket).refusals["r0"].reason == "PEER_GONE"
     assert m.transfer(ticket).served_by == {"r1"}

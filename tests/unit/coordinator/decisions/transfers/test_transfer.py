@@ -15,7 +15,6 @@ from tests.unit.coordinator.decisions.machine import (
     saved_versions,
 )
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import SendAbort
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
@@ -154,11 +153,7 @@ def test_a_lost_replica_aborts(phase: Phase) -> None:
     m, _, waiter = _pushing(phase)
     for _ in range(30):
         m.now += 0.25
-        m.do(
-            events.Heartbeat(
-                0, "r0", "i1", ReplicaReport(version_vector=m.state.replicas["r0"].vector)
-            )
-        )
+        m.beat("r0")
         m.do(events.RenewLease(0, "math", 1))
         m.do(events.Tick())
     assert m.error(waiter).metadata["member"] == "r1"
@@ -254,8 +249,8 @@ def test_one_replica_that_does_not_switch_leaves_service() -> None:
     m.answer_commits(ticket, r1=GONE)
     assert m.answered(waiter)
     assert m.transfer(ticket).phase is Phase.COMMITTED
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.READY
-    assert explain_state(m.state, m.state.replicas["r1"])[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r0")[0] is ReplicaState.READY
+    assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_a_replica_lost_after_the_commit_point_is_not_waited_for() -> None:
@@ -292,7 +287,7 @@ def test_when_somebody_may_hold_it_the_commit_stands(other: object) -> None:
     assert m.error(waiter).reason == "LOAD_FAILED"
     assert m.transfer(ticket).phase is Phase.COMMITTED
     assert m.state.vector.adapters["math"].alias == 1
-    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.PENDING_WEIGHTS
+    assert m.standing("r0")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_awaiting_an_ended_transfer_answers_at_once() -> None:

@@ -14,7 +14,6 @@ from tests.unit.coordinator.decisions.machine import (
     saved_versions,
 )
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState, VersionState
@@ -133,7 +132,7 @@ def test_one_that_serves_it_after_all_ends_the_wait() -> None:
     m.do(events.DiscardAnswered("r1", f"t{ticket}", "i1", vector))
     assert _state(m, "math@2") is VersionState.COMMITTED
     m.now += 2
-    m.do(events.Heartbeat(0, "r1", "i1", ReplicaReport(version_vector=vector)))
+    m.beat("r1", version_vector=vector)
     assert not m.state.unserved
     m.answer_discard(ticket, "r1")
     assert _state(m, "math@2") is VersionState.COMMITTED
@@ -256,7 +255,7 @@ def test_they_are_bounded() -> None:
     for number in range(70):
         m.acquire(f"p{number}")
         m.answer_commits(m.run_to(Phase.COMMITTING, f"p{number}"), r0=GONE)
-        m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport()))
+        m.beat("r0", version_vector=VersionVector())
     assert len(m.state.unserved) == 64
 
 
@@ -268,7 +267,7 @@ def test_what_failed_may_be_given_up_and_its_staged_bytes_are_dropped() -> None:
     m.state = dataclasses.replace(m.state, history={})
     failed = {f"t{ticket}": m.record(PolicyVersion("math", 2))}
     vector = m.state.replicas["r0"].vector
-    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(version_vector=vector), staged=failed))
+    m.beat("r0", version_vector=vector, staged=failed)
     assert [call.transfer_id for call in m.found(effects.CallDiscard)] == [f"t{ticket}"]
     assert not m.state.transfers
 

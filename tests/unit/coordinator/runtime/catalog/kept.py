@@ -32,7 +32,6 @@ from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
     PolicyKind,
-    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -85,7 +84,7 @@ SNAPSHOT = Snapshot(
     architecture="TinyForCausalLM",
     number_floor=1_000_000,
     policies=(_BASE, _CODE, _MATH),
-    out_of_service={"replica-1": OutOfService(ReplicaState.CORDONED, "new disk")},
+    out_of_service={"replica-1": OutOfService("new disk")},
     checkpoint=BoundCheckpoint(
         digest=b"\1" * 32,
         base_dtype=DataType.BFLOAT16,

@@ -19,9 +19,9 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import SaveEpoch, SaveOutOfService, SavePolicy
 from weft_rl.coordinator.decisions.state.pool import Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
+from weft_rl.coordinator.decisions.state.values import PolicyKind
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
-from weft_rl.coordinator.runtime.catalog.tables import POLICIES, VERSIONS, WITHDRAWN, Rows, Table
+from weft_rl.coordinator.runtime.catalog.tables import POLICIES, VERSIONS, Rows, Table
 
 _PAGE_BYTES = 4096
 
@@ -93,7 +93,7 @@ def test_many_losses_are_counted(whole: Path) -> None:
     assert error.metadata["num_problems"] == "5"  # one was never committed
 
 
-@pytest.mark.parametrize("table", [VERSIONS, POLICIES, WITHDRAWN])
+@pytest.mark.parametrize("table", [VERSIONS, POLICIES])
 def test_an_unknown_value_is_refused_though_its_checksum_is_right(
     whole: Path, table: Table
 ) -> None:
@@ -170,7 +170,7 @@ def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
     policies = catalog.snapshot().policies
     (pages,) = catalog._connection.execute("PRAGMA page_count").fetchone()
     catalog._connection.execute(f"PRAGMA max_page_count={pages}")
-    many = OutOfService(ReplicaState.CORDONED, "x" * 100_000)
+    many = OutOfService("x" * 100_000)
     with pytest.raises(CatalogError, match="the disk is full") as refused:
         catalog.apply(
             [
@@ -225,7 +225,7 @@ def _left_by_a_crash(path: Path) -> None:
     """Leave a catalog and its journal as a coordinator does that is killed in a commit."""
     catalog = Catalog.open(path)
     catalog._connection.execute("PRAGMA cache_size=1")  # so pages are written before the commit
-    order = OutOfService(ReplicaState.CORDONED, "x" * 5000)
+    order = OutOfService("x" * 5000)
     catalog._connection.execute("BEGIN IMMEDIATE")
     for save in [SaveEpoch(99), *(SaveOutOfService(f"r{i}", order) for i in range(50))]:
         catalog._apply_one(save)

@@ -15,7 +15,6 @@ from weft_rl.coordinator.decisions.state.effects import (
 )
 from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.runtime.catalog import database
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft_rl.coordinator.runtime.catalog.tables import EVENTS, Rows
@@ -91,7 +90,7 @@ def test_a_transaction_that_failed_leaves_the_bound_of_events(
     catalog.apply([_event(n) for n in range(3)])
     (pages,) = catalog._connection.execute("PRAGMA page_count").fetchone()
     catalog._connection.execute(f"PRAGMA max_page_count={pages}")
-    big = SaveOutOfService("r0", OutOfService(ReplicaState.CORDONED, "x" * 1_000_000))
+    big = SaveOutOfService("r0", OutOfService("x" * 1_000_000))
     with pytest.raises(CatalogError, match="the disk is full"):
         catalog.apply([_event(3), _event(4), big])
     assert catalog.snapshot().events == (_event(0), _event(1), _event(2))
