@@ -373,7 +373,7 @@ def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
 
 def _parts(value: object, *names: str) -> tuple[Any, ...]:
     """Return fields of a value as columns, which have no values where it is None."""
-    return tuple(getattr(value, name, None) for name in names)
+    return tuple(None if value is None else getattr(value, name) for name in names)
 
 
 def version_from_row(row: Sequence[Any]) -> VersionRecord:
