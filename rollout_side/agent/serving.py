@@ -84,7 +84,7 @@ class ServedVersions:
 
     @vector.setter
     def vector(self, vector: VersionVector) -> None:
-        self._vector = vector
+        self._vector = dataclasses.replace(vector, revision=self._vector.revision + 1)
         self._on_changed()
 
     def is_as_started(self, base: int) -> bool:

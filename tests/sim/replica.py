@@ -61,7 +61,7 @@ class SimReplica(Process):
         self.world = world
         self.incarnation = incarnation
         self.kind = kind
-        self.vector = VersionVector()
+        self._vector = VersionVector()
         self.served: dict[PolicyVersion, ContentDigest] = {}
         self.store = Store(kind.num_receivers, kind.base_copies)
         self.in_place = InPlace(self)
@@ -102,6 +102,15 @@ class SimReplica(Process):
         self.worker.crash()
         self.engine.crash()
         super().crash()
+
+    @property
+    def vector(self) -> VersionVector:
+        """Versions that it serves."""
+        return self._vector
+
+    @vector.setter
+    def vector(self, vector: VersionVector) -> None:
+        self._vector = dataclasses.replace(vector, revision=self._vector.revision + 1)
 
     # -- what the engine does ------------------------------------------------------
 

@@ -10,7 +10,10 @@ from tests.sim.runner import Outcome, replay, run_seeds
 NUM_SEEDS = 1100
 PROCESSES = 2
 #: Seeds beyond those that have failed; see tests/ledger.md.
-FOUND = (21688, 22085, 70019, 70061, 70067, 71138, 301874, 501101, 507681, 511466, 515008, 9412082)
+FOUND = (
+    21688, 22085, 70019, 70061, 70067, 71138, 301874, 501101, 507681, 511466, 515008, 603744,
+    9412082,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

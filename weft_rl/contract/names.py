@@ -164,6 +164,8 @@ class VersionVector:
 
     base: int = 0
     adapters: Mapping[str, AdapterVersions] = field(default_factory=dict)
+    revision: int = field(default=0, compare=False)
+    """Number of changes of it in its replica's process; what is told may arrive out of order."""
 
     @cached_property
     def key(self) -> Hashable:

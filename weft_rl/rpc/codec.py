@@ -61,6 +61,7 @@ def vector_to_proto(vector: VersionVector, most: int | None = None) -> types_pb2
             for policy, entry in sorted(vector.adapters.items())[:most]
         ],
         num_more_adapters=max(0, len(vector.adapters) - most) if most is not None else 0,
+        revision=vector.revision,
     )
 
 
@@ -72,6 +73,7 @@ def vector_from_proto(message: types_pb2.VersionVector) -> VersionVector:
             entry.policy: AdapterVersions(tuple(sorted(entry.versions)), entry.alias)
             for entry in message.adapters
         },
+        revision=message.revision,
     )
 
 

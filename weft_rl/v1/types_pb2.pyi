@@ -506,6 +506,7 @@ class VersionVector(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     NUM_MORE_ADAPTERS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     base: _builtins.int
     """Version of the base weights. In listings -1 where a replica serves other bytes
     than the pool has under the number that it names.
@@ -513,6 +514,10 @@ class VersionVector(_message.Message):
     num_more_adapters: _builtins.int
     """In GetPool: how many more there are than the 1,024 that it lists; ListReplicas and
     ListPolicies have all.
+    """
+    revision: _builtins.int
+    """Number of changes since the replica's process started: of what the process tells, the
+    larger is newer. Answers and heartbeats may arrive out of order. Of no meaning in listings.
     """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterVersions]:
@@ -524,10 +529,11 @@ class VersionVector(_message.Message):
         base: _builtins.int = ...,
         adapters: _abc.Iterable[Global___AdapterVersions] | None = ...,
         num_more_adapters: _builtins.int = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "base", b"base", "num_more_adapters", b"num_more_adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "base", b"base", "num_more_adapters", b"num_more_adapters", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

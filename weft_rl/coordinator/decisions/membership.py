@@ -191,8 +191,10 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     replica = registered_replica(change.state, event.replica_id, event.incarnation)
     report = event.report
     numbering.check_report(change.state, event.replica_id, report, event.held)
-    is_new = report.version_vector != replica.vector
-    if not is_new:  # one copy: it is compared and listed more often than it changes
+    told = report.version_vector
+    is_new = told != replica.vector
+    if not is_new and told.revision == replica.vector.revision:
+        # One copy: it is compared and listed more often than it changes.
         report = replace(report, version_vector=replica.vector)
     replica = replace(
         replica,
@@ -214,8 +216,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     is_believed = change.now > believed_from
     if is_believed:
         replica = replace(
-            replica,
-            vector=report.version_vector,
+            replica.with_vector(report.version_vector),
             retained=report.retained_base_versions,
             dirty_reason=replica.dirty_reason if loading else report.dirty_reason,
         )

@@ -323,7 +323,7 @@ def retire_answered(change: Change, event: events.RetireAnswered) -> None:
     """Note which versions a replica still holds."""
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
-        replica = replace(replica, vector=event.vector, retire_at=change.now)
+        replica = replace(replica.with_vector(event.vector), retire_at=change.now)
         change.put_replica(with_counted_versions(change.state, replica))
         change.state = replace(change.state, retire_at=change.now)
 

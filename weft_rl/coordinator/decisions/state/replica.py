@@ -159,6 +159,10 @@ class Replica:
     sleep_call_until: float = float("-inf")
     """Time until which it is not told again to sleep, or to wake; -inf once it has answered."""
 
+    def with_vector(self, told: VersionVector) -> Replica:
+        """Return the replica with what its process tells that it serves, unless that is older."""
+        return self if told.revision < self.vector.revision else replace(self, vector=told)
+
     def believed_report(self, now: float) -> ReplicaReport:
         """Return its report with what the coordinator believes in place of what it said."""
         is_of_now = self.report.version_vector.base == self.vector.base

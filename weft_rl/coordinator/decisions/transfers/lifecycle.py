@@ -364,8 +364,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
             if transfer is not None:
                 replica = replica_state.after_switch(replica, transfer.policy_version)
             replica = replace(
-                replica,
-                vector=event.vector,
+                replica.with_vector(event.vector),
                 order_answered_at=change.now,
                 commit_failure="",
                 retained=event.retained if loaded_base else replica.retained,

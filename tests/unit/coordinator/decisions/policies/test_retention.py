@@ -31,6 +31,20 @@ def _answer(m: Machine, call: effects.CallRetire, *, keeps: int = 0) -> None:
     m.do(events.RetireAnswered(call.replica_id, call.incarnation, vector))
 
 
+def test_an_answer_that_was_overtaken_by_a_newer_one_changes_nothing() -> None:
+    m = _after(1)
+    served = m.state.replicas["r0"].vector
+    newer = replace(served.without_adapter(PolicyVersion("math", 1)), revision=7)
+    m.do(events.RetireAnswered("r0", "i1", newer))
+    for overtaken in (replace(served, revision=6), replace(served, revision=0)):
+        m.do(events.RetireAnswered("r0", "i1", overtaken))
+        m.pass_time(5.0)
+        m.beat("r0", version_vector=overtaken)
+        assert not m.state.replicas["r0"].vector.holds(PolicyVersion("math", 1))
+    m.do(events.RetireAnswered("r0", "i1", replace(served, revision=8)))
+    assert m.state.replicas["r0"].vector.holds(PolicyVersion("math", 1))
+
+
 def test_versions_beyond_the_retention_are_retired_everywhere() -> None:
     m = _after(3, retain_versions=2)
     calls = m.found(effects.CallRetire)
