@@ -95,12 +95,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     **{f"{method}_files": ("Qwen3Config", COMMON, ()) for method in _LINEAR},
     "mxfp4_files": (*_GPT_OSS[:2], ("--moe-backend", "marlin")),
     "experts": (*_QWEN3_MOE, LORA),
-    # An activation that is rounded otherwise may choose another expert: no bound holds between two
-    # engines whose norms Inductor timed. Here norms are vLLM's own kernels.
-    "fp8_experts": (
-        *_QWEN3_MOE,
-        ("--quantization", "fp8_per_tensor", "--compilation-config", '{"custom_ops": ["all"]}'),
-    ),
+    "fp8_experts": (*_QWEN3_MOE, ("--quantization", "fp8_per_tensor")),
 }
 #: Layers that a copy plan processes, four in each of four layers of a model.
 _PROCESSED = {kind: 16 for kind in _KINDS if kind.startswith("fp8_per")}
