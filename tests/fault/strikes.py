@@ -239,7 +239,7 @@ def _replica(strike: Strike) -> None:
 
     match strike.point:
         case "before begin":
-            _before(ReplicaServicer, "_check_generation", strike)
+            _before(ReplicaServicer, "check", strike)
         case "in rendezvous":
             _before(EngineDouble, "join_group", strike)
         case _:
