@@ -227,7 +227,8 @@ def test_a_rank_whose_weights_change_while_they_are_read_ends_the_push_for_all(
         answers = trainer.do("push", what="base")
         assert {answer["error"] for answer in answers} == {"MODEL_CHANGED"}, answers
         assert same(engine.base, served)
-        assert not any("error" in answer for answer in trainer.do("push", what="base"))
+        answers = trainer.do("push", what="base")
+        assert not any("error" in answer for answer in answers), answers
     finally:
         trainer.do("close")
 

@@ -14,8 +14,9 @@ import pytest
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, replicas_of
-from tests.integration.models import Model, peft_of, weights
+from tests.integration.models import Model, peft_of, until, weights
 from trainer_side import Publisher
+from weft_rl import interrupts
 from weft_rl.coordinator.runtime import driver
 
 PROCESSES = ("trainer", "coordinator", "replica")
@@ -141,6 +142,7 @@ def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
         if "seconds_to_tick" in vars(module):  # hasattr would load what is lazy
             monkeypatch.setattr(module, "seconds_to_tick", lambda: _LONG_SECONDS)
     monkeypatch.setattr(driver, "TICK_SECONDS", _LONG_SECONDS)
+    until(lambda: not interrupts._IDLE)  # threads of no process here, which would make its calls
     with ExitStack() as stack:
         trace = stack.enter_context(Trace())
         with trace.process("coordinator"):
