@@ -254,8 +254,9 @@ class ReplicaCaller:
             )
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)
-            _log.log(logging.WARNING if is_switch else logging.INFO, "replica %s refused %s: %s",
-                     call.replica_id, order.method, failure.message)  # fmt: skip
+            version = getattr(call, "version", "")
+            _log.log(order.level, "replica %s did not carry out %s%s: %s", call.replica_id,
+                     order.method, version and f" of {version}", failure.message)  # fmt: skip
         else:
             if is_switch:
                 self._reader.note_let_in(call.address)
@@ -322,6 +323,8 @@ class _Order:
     """Makes the event of an order, its answer (None without one), and its failure."""
     seconds: float = 0.0
     """Longest time that it may take; 0 for as long as a replica may switch."""
+    level: int = logging.DEBUG
+    """Level at which a failure is logged: others are told of, or repeated each second."""
 
 
 def _joined(
@@ -394,14 +397,14 @@ _ORDERS: Final[Mapping[type[effects.ReplicaCall], _Order]] = {
     effects.CallSend: _Order("SendVersion", _joined, 10.0),
     # A replica waits for its engine's step before it pauses generation.
     effects.CallLoad: _Order("LoadTransfer", _loaded, 30.0),
-    effects.CallCommit: _Order("CommitTransfer", _switched),
-    effects.CallSwitch: _Order("SwitchVersion", _switched),
-    effects.CallRestore: _Order("SwitchVersion", _switched),
+    effects.CallCommit: _Order("CommitTransfer", _switched, level=logging.WARNING),
+    effects.CallSwitch: _Order("SwitchVersion", _switched, level=logging.WARNING),
+    effects.CallRestore: _Order("SwitchVersion", _switched, level=logging.WARNING),
     effects.CallSleep: _Order("Sleep", _slept),
     effects.CallWake: _Order("WakeUp", _woken),
     effects.CallDiscard: _Order("DiscardTransfer", _discarded, 5.0),
-    effects.CallRetire: _Order("RetireVersions", _retired, 10.0),
-    effects.CallRefuse: _Order("RefuseRequests", _refused, 5.0),
+    effects.CallRetire: _Order("RetireVersions", _retired, 10.0, logging.INFO),
+    effects.CallRefuse: _Order("RefuseRequests", _refused, 5.0, logging.INFO),
 }
 
 
