@@ -37,7 +37,7 @@ from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import ContentDigest
 from weft_rl.coordinator.messages import wire
 from weft_rl.coordinator.services.calls import CODECS
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 from weft_rl.rpc.codec import CAPABILITIES, REPORT, vector_from_proto, vector_to_proto
 from weft_rl.transport.one_sided.messages import Ready
 from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
@@ -365,8 +365,8 @@ def _cases() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], Any]
             switch,
         ),
         ("VersionDifference, encoded", _difference_to, wire.DIFFERENCE.encode, behind),
-        ("one-sided Ready, encoded", _ready_to, packing(Ready).pack, ready),
-        ("one-sided Ready, decoded", _ready_from, packing(Ready).unpack, _ready_to(ready)),
+        ("one-sided Ready, encoded", _ready_to, bytes_codec(Ready).pack, ready),
+        ("one-sided Ready, decoded", _ready_from, bytes_codec(Ready).unpack, _ready_to(ready)),
     ]
 
 

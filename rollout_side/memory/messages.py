@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from rollout_side.memory.segment import SegmentRef
 from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
 from weft_rl.contract.manifest import MAX_TENSORS, Manifest
+from weft_rl.ipc.bytes_codec import BytesCodec, bytes_codec, register
 from weft_rl.ipc.connection import Codec, Connection, PeerError, PeerGoneError, PeerTimeoutError
-from weft_rl.ipc.packing import BytesCodec, packing, register
 from weft_rl.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
 from weft_rl.v1 import types_pb2
 
@@ -95,11 +95,11 @@ class _Chunks:
 
 def _pack_manifest(manifest: Manifest) -> bytes:
     chunks = (chunk.SerializeToString() for chunk in manifest_to_chunks(manifest))
-    return packing(_Chunks).pack(_Chunks(tuple(chunks)))
+    return bytes_codec(_Chunks).pack(_Chunks(tuple(chunks)))
 
 
 def _unpack_manifest(content: bytes) -> Manifest:
-    chunks = packing(_Chunks).unpack(content).chunks
+    chunks = bytes_codec(_Chunks).unpack(content).chunks
     try:
         return manifest_from_chunks(map(types_pb2.ManifestChunk.FromString, chunks))
     except DecodeError as error:
@@ -117,7 +117,7 @@ def unpacked(value: type[_T], content: bytes) -> _T:
         InvalidManifestError, CapacityError: A manifest that cannot be right.
     """
     try:
-        return packing(value).unpack(content)
+        return bytes_codec(value).unpack(content)
     except (struct.error, ValueError) as error:
         raise PeerUnavailableError(f"garbled {value.__name__}: {error}") from error
 

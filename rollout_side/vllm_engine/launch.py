@@ -41,7 +41,7 @@ from weft_rl.checkpoints.files import local_model_dir
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.contract.tensors import Reference, TensorMeta
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ async def open_engine(
             traced_as=settings.agent.replica_id if settings.telemetry.traces else "",
             reload_verdict=verdict.get(),
         )
-        args_of_open = (packing(OpenConfig).pack(opened),)
+        args_of_open = (bytes_codec(OpenConfig).pack(opened),)
         values = check_results(await engine.collective_rpc("weft_open", args=args_of_open))
         declared = [unpacked(WorkerDeclaration, value["declaration"]) for value in values]
         verdict.put([each.reload_verdict for each in declared])

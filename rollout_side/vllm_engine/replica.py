@@ -60,7 +60,7 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
 from weft_rl.contract.replica_report import AbsentPolicy, EngineReport, Sleep
 from weft_rl.contract.tensors import Reference
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 _log = logging.getLogger(__name__)
 
@@ -270,10 +270,10 @@ class VllmReplica(Engine):
         return self._holdings.read().memory
 
     async def join_group(self, order: JoinOrder) -> None:
-        await self._workers.call("weft_join", packing(JoinOrder).pack(order))
+        await self._workers.call("weft_join", bytes_codec(JoinOrder).pack(order))
 
     async def send(self, order: SendOrder) -> None:
-        await self._workers.call("weft_send", packing(SendOrder).pack(order))
+        await self._workers.call("weft_send", bytes_codec(SendOrder).pack(order))
 
     async def pin_bases(self, versions: Sequence[int]) -> None:
         await self._workers.call("weft_pin_bases", list(versions))
@@ -321,7 +321,7 @@ class VllmReplica(Engine):
         return digest_in_layout(held.manifest(), stored) == held.content_digest
 
     async def spill(self, order: SpillOrder) -> None:
-        await self._workers.call("weft_spill", packing(SpillOrder).pack(order))
+        await self._workers.call("weft_spill", bytes_codec(SpillOrder).pack(order))
 
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
         folder = self.spill_folder

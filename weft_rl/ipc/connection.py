@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 _M = TypeVar("_M")
 _HEAD: Final = struct.Struct("<4sHH")
@@ -72,13 +72,13 @@ class Codec(Generic[_M]):
         self._magic, self._version, self._kinds = magic, version, dict(kinds or {})
         self._with_descriptor = with_descriptor
         self._numbers = {kind: number for number, kind in self._kinds.items()}
-        self._packings = {number: packing(kind) for number, kind in self._kinds.items()}
-        self.max_bytes = max((each.max_bytes for each in self._packings.values()), default=0)
+        self._codecs = {number: bytes_codec(kind) for number, kind in self._kinds.items()}
+        self.max_bytes = max((each.max_bytes for each in self._codecs.values()), default=0)
 
     def encode(self, message: _M) -> tuple[int, bytes]:
         """Return the number of a message's kind, and its content."""
         number = self._numbers[type(message)]
-        return number, self._packings[number].pack(message)
+        return number, self._codecs[number].pack(message)
 
     def decode(
         self, number: int, content: bytes, num_descriptors: int = 0, peer: str = "the peer"
@@ -94,7 +94,7 @@ class Codec(Generic[_M]):
         if num_descriptors != (kind in self._with_descriptor):
             raise PeerError(f"{peer} says {name} with a descriptor too many, or one too few")
         try:
-            return self._packings[number].unpack(content)
+            return self._codecs[number].unpack(content)
         except (struct.error, ValueError) as error:
             raise PeerError(f"{peer} says {name}, garbled: {error}") from error
 
@@ -102,7 +102,7 @@ class Codec(Generic[_M]):
         """Refuse a frame of ``peer`` of an unknown kind, or longer than its kind may be."""
         if number not in self._kinds:
             raise PeerError(f"{peer} says a message of kind {number}, which there is not")
-        if num_bytes > self._packings[number].max_bytes:
+        if num_bytes > self._codecs[number].max_bytes:
             name = self._kinds[number].__name__
             raise PeerError(f"{peer} says {name} of {num_bytes:,} bytes")
 

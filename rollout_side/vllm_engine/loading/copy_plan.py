@@ -11,7 +11,7 @@ each destination holds its source's bits after vLLM's own load.
 
 A linear layer that processes its weights after loading is filled in its loading form and
 processed (``processed_modules``). There is no plan for experts that are processed, nor for
-attention that derives matrices.
+attention that derives matrices. One file: copies have no meaning but in the plan that traced them.
 """
 
 from __future__ import annotations

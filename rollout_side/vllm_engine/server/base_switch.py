@@ -20,7 +20,7 @@ from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import EngineReport
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ async def learn_copies(
     stored = await initial_checkpoint.read_tensors()
     if not stored:
         return
-    tensors = packing(TensorDigests).pack(TensorDigests(tuple(stored)))
+    tensors = bytes_codec(TensorDigests).pack(TensorDigests(tuple(stored)))
     try:
         async with gate.exclusive():
             if is_served():

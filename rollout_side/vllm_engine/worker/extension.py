@@ -41,7 +41,7 @@ from weft_rl.contract.errors import NotReadyError, RequestConflictError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.options import DISCARDS
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class WeftWorker:
         state, declared = open_worker(self, unpacked(OpenConfig, settings))
         self.weft_state = state
         lora_hook.set_store(state.store)
-        return {"declaration": packing(WorkerDeclaration).pack(declared)}
+        return {"declaration": bytes_codec(WorkerDeclaration).pack(declared)}
 
     @guarded
     def weft_keep_draft(self: Any) -> None:
@@ -106,7 +106,7 @@ class WeftWorker:
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
-        return {"handle": packing(StagedHandle).pack(state.store.handle(transfer_id))}
+        return {"handle": bytes_codec(StagedHandle).pack(state.store.handle(transfer_id))}
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
@@ -263,7 +263,7 @@ class WeftWorker:
         return {
             "transfer_id": held.transfer_id,
             "content_digest": held.content_digest,
-            "manifest": packing(Manifest).pack(held.manifest),
+            "manifest": bytes_codec(Manifest).pack(held.manifest),
         }
 
     @guarded
@@ -282,7 +282,7 @@ class WeftWorker:
         reading = state_of(self).reading
         if reading is None:
             return {"digests": b""}
-        return {"digests": packing(TensorDigests).pack(reading.take())}
+        return {"digests": bytes_codec(TensorDigests).pack(reading.take())}
 
     @guarded
     def weft_send(self: Any, order: bytes) -> None:

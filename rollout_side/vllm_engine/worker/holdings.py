@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollout_side.engine import MemoryUsage
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 #: Bytes of one value: some thousand spilled versions. Untouched memory takes none.
 SLOT_BYTES = 4 * 2**20
@@ -50,7 +50,7 @@ class WorkerUsage:
 
 
 _NOTHING: Final = WorkerUsage(MemoryUsage(adapter_bytes=0, staging_bytes=0))
-_CODEC: Final = packing(WorkerUsage)
+_CODEC: Final = bytes_codec(WorkerUsage)
 
 
 class HoldingsPage:

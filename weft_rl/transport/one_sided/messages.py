@@ -13,8 +13,8 @@ import socket
 from dataclasses import dataclass
 from typing import Annotated, Final
 
+from weft_rl.ipc.bytes_codec import U32
 from weft_rl.ipc.connection import Codec, Connection, PeerError
-from weft_rl.ipc.packing import U32
 
 #: Grows with each change that an older peer would not understand.
 VERSION: Final = 1

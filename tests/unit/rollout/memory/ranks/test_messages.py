@@ -34,8 +34,8 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.ipc.bytes_codec import bytes_codec
 from weft_rl.ipc.connection import PeerError
-from weft_rl.ipc.packing import packing
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
 DEVICE_REF = DeviceRef(
@@ -148,7 +148,7 @@ def test_memory_that_cannot_be_mapped_is_not_ready(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("ref", [HostRef(17, 5, 4096), DEVICE_REF])
 def test_a_staged_versions_handle_comes_as_it_was(ref: SegmentRef) -> None:
     handle = StagedHandle("t7", PolicyVersion("math", 17), MANIFEST, ref, b"digest")
-    packed = packing(StagedHandle).pack(handle)
+    packed = bytes_codec(StagedHandle).pack(handle)
     assert unpacked(StagedHandle, packed) == handle
     for garbled in (b"", b"garbage", packed[:-1], packed + b"x"):
         with pytest.raises(WeftError):
@@ -156,4 +156,4 @@ def test_a_staged_versions_handle_comes_as_it_was(ref: SegmentRef) -> None:
 
 
 def test_a_manifest_comes_as_it_was() -> None:
-    assert unpacked(Manifest, packing(Manifest).pack(MANIFEST)) == MANIFEST
+    assert unpacked(Manifest, bytes_codec(Manifest).pack(MANIFEST)) == MANIFEST

@@ -1,4 +1,4 @@
-"""What the replica's process and its workers tell each other comes as it was."""
+"""Values that a replica's process and its workers send each other arrive as they were."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.doubles.vllm import TICKET
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
-from weft_rl.ipc.packing import packing
+from weft_rl.ipc.bytes_codec import bytes_codec
 
 _METAS = tuple(TensorMeta(f"w{number}", DataType.FLOAT8_E4M3FN, (2, 3)) for number in range(3))
 _OPEN = OpenConfig(
@@ -51,7 +51,7 @@ _DECLARED = WorkerDeclaration(
 )
 def test_it_comes_as_it_was_or_is_refused(value: Any) -> None:
     kind = type(value)
-    packed = packing(kind).pack(value)
+    packed = bytes_codec(kind).pack(value)
     assert unpacked(kind, packed) == value
     for odd in (b"", packed[:-1], packed + b"x"):
         with pytest.raises(PeerUnavailableError, match=f"garbled {kind.__name__}"):

@@ -42,23 +42,23 @@ class BytesCodec(Generic[_V]):
     max_bytes: int = _MOST
 
 
-_PACKINGS: Final[dict[Any, BytesCodec[Any]]] = {}
+_CODECS: Final[dict[Any, BytesCodec[Any]]] = {}
 
 
-def register(value: type[_V], packing: BytesCodec[_V]) -> None:
+def register(value: type[_V], codec: BytesCodec[_V]) -> None:
     """Register the codec of a type that is no dataclass of such fields."""
-    _PACKINGS[value] = packing
+    _CODECS[value] = codec
 
 
-def packing(value: type[_V]) -> BytesCodec[_V]:
+def bytes_codec(value: type[_V]) -> BytesCodec[_V]:
     """Return the codec of a type: that registered, or else of a dataclass.
 
     Raises:
         TypeError: A field is of another kind; names it.
     """
-    if value not in _PACKINGS:
-        _PACKINGS[value] = _make(value)
-    return _PACKINGS[value]
+    if value not in _CODECS:
+        _CODECS[value] = _make(value)
+    return _CODECS[value]
 
 
 def _make(value: type[_V]) -> BytesCodec[_V]:
@@ -100,7 +100,7 @@ def _make(value: type[_V]) -> BytesCodec[_V]:
     lines += [" if end != len(content): raise ValueError(f'{len(content):,} bytes, not {end:,}')"]
     lines += [f" return _Value({', '.join(made)})"]
     # No input: the source is made of names of fields alone.
-    exec(compile("\n".join(lines), f"<packing of {value.__name__}>", "exec"), known)
+    exec(compile("\n".join(lines), f"<bytes of {value.__name__}>", "exec"), known)
     return BytesCodec(known["pack"], known["unpack"], min(_MOST, layout.size + sum(parts.values())))
 
 
@@ -129,7 +129,7 @@ def _encoding(hint: Any) -> str | BytesCodec[Any]:
             lambda content: hint(*number.unpack(content)),
             number.size,
         )
-    return packing(hint)
+    return bytes_codec(hint)
 
 
 def _content(kind: type, most: int) -> BytesCodec[Any]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft_rl.ipc.packing import U32, packing
+from weft_rl.ipc.bytes_codec import U32, bytes_codec
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Everything:
     last: Point | None
 
 
-CODEC = packing(Everything)
+CODEC = bytes_codec(Everything)
 VALUES = st.builds(
     Everything,
     value=st.integers(0, 2**64 - 1),
@@ -99,7 +99,7 @@ class Long:
 
 
 def test_a_text_is_cut_between_its_characters() -> None:
-    assert packing(Long).unpack(packing(Long).pack(Long("ab€"))).text == "ab"
+    assert bytes_codec(Long).unpack(bytes_codec(Long).pack(Long("ab€"))).text == "ab"
 
 
 @pytest.mark.parametrize(
@@ -114,17 +114,17 @@ def test_more_than_a_bound_is_neither_said_nor_heard(value: Long) -> None:
         points: tuple[Point, ...]
 
     with pytest.raises(ValueError, match=r"above|more than"):
-        packing(Long).pack(value)
+        bytes_codec(Long).pack(value)
     head = struct.Struct("<HHHI")
-    points = packing(Line).pack(Line(value.points))[4:]
+    points = bytes_codec(Line).pack(Line(value.points))[4:]
     numbers = struct.pack(f"<{len(value.numbers)}Q", *value.numbers)
     said = head.pack(0, len(value.content), len(numbers), len(points))
     with pytest.raises((ValueError, struct.error)):
-        packing(Long).unpack(said + value.content + numbers + points)
+        bytes_codec(Long).unpack(said + value.content + numbers + points)
 
 
 def test_the_largest_size_is_that_of_the_bounds() -> None:
-    assert packing(Point).max_bytes == 2**32 - 1
+    assert bytes_codec(Point).max_bytes == 2**32 - 1
 
     @dataclass(frozen=True)
     class Bounded:
@@ -132,11 +132,13 @@ def test_the_largest_size_is_that_of_the_bounds() -> None:
         text: Annotated[str, 100]
         one: Annotated[bytes, "16s"]
 
-    codec: Any = packing(Point)
-    assert codec is packing(Point)
+    codec: Any = bytes_codec(Point)
+    assert codec is bytes_codec(Point)
     bounded = Bounded((1,) * 10, "x" * 100, b"y" * 16)
     assert (
-        len(packing(Bounded).pack(bounded)) == packing(Bounded).max_bytes == 2 + 40 + 2 + 100 + 16
+        len(bytes_codec(Bounded).pack(bounded))
+        == bytes_codec(Bounded).max_bytes
+        == 2 + 40 + 2 + 100 + 16
     )
 
 
@@ -146,4 +148,4 @@ def test_a_field_of_another_kind_is_found_at_once() -> None:
         names: dict[str, int]
 
     with pytest.raises(TypeError, match="no bytes are known of dict"):
-        packing(Odd)
+        bytes_codec(Odd)
