@@ -124,7 +124,9 @@ class _Worker(threading.Thread):
                 with contextlib.suppress(ValueError):
                     _IDLE.remove(self)
                     return
-                work = self.works.get()  # taken just now
+                # Taken just now. No deadline: whoever took it may be stopped before it gives the
+                # work, which would be lost.
+                work = self.works.get()
             work()
             _IDLE.append(self)
 

@@ -1,7 +1,8 @@
 """Versions that a replica serves, holds and drops.
 
 Carries out the orders that change them, one switch at a time. Knows the engine and
-nothing of the pool; the agent reports to the pool.
+nothing of the pool; the agent reports to the pool. One file: versions change only by an order,
+whose turn, failure and repetition are decided with them.
 """
 
 from __future__ import annotations

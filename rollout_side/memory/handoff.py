@@ -3,7 +3,8 @@
 Each rank of the replica has one loader (``RankHandoff`` is that of the other ranks). A base that is
 loaded in place has no copy that waits for a commit: each bucket is loaded from the memory that it
 was received in, and that memory is then used again. Nothing here knows where buckets come from, or
-how they are loaded.
+how they are loaded. One file: a loader takes buckets from either end, the queue of its own process
+or its copy in another rank's, and both end alike.
 """
 
 from __future__ import annotations

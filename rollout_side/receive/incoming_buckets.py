@@ -2,7 +2,8 @@
 
 A bucket that travels whole is verified where it arrives: in the sink's own memory if that lies on
 the side group's device, else in a buffer of the ring. A bucket that lists its runs arrives in a
-buffer, and its runs are copied to their places in the sink's memory.
+buffer, and its runs are copied to their places in the sink's memory. One file: the ring, the loop
+that fills it and the two sinks agree on which memory a bucket has, and when it is free again.
 """
 
 from __future__ import annotations

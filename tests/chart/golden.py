@@ -1,4 +1,4 @@
-"""What the chart renders, as files that people read: ``python -m tests.chart.golden`` writes them.
+"""Renderings of the chart, as files that people read: ``python -m tests.chart.golden`` writes them.
 
 ``golden/PROFILE.yaml`` has the objects and the notes of a profile; ``golden/cases.yaml`` what each
 case of ``cases.yaml`` changes in those of its profile.

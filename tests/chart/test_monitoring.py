@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana are given, and the notes that Helm prints."""
+"""Rules and dashboards for Prometheus and Grafana, and the notes that Helm prints."""
 
 import json
 import re

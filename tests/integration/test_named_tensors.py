@@ -1,4 +1,7 @@
-"""``push_tensors`` over a real coordinator, real gRPC and gloo; doubles of engines."""
+"""``push_tensors`` over a real coordinator, real gRPC and gloo; doubles of engines.
+
+One file: every case pushes to the same pool, by the same helpers that make names and tensors.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``verdict`` says of each what three pushes make of it: "equal" to the model's own forward, or why it
 was refused. A receiver is a base without PEFT, told what a push would send. Methods and settings
-are those of the installed PEFT.
+are those of the installed PEFT. One file: it is one table, and what judges its rows.
 """
 
 from __future__ import annotations
