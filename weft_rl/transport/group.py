@@ -237,11 +237,14 @@ class SideGroup:
             raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
         operation = Operation(self, work, buffer)
         with self._lock:
-            if self._error is not None:
-                _PARKED.park(backend, [operation])
-                raise self._error
-            self._in_flight.append(operation)
-        return operation
+            if self._error is None:
+                self._in_flight.append(operation)
+                return operation
+        # The caller never gets it, so nobody else could give back what it borrows.
+        with contextlib.suppress(PeerUnavailableError):
+            operation.give_back()
+        _PARKED.park(backend, [operation])
+        raise self._error
 
     def _form(
         self,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,12 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.transport import backends
 from weft_rl.transport.group import CPU, Operation, SideGroup
+from weft_rl.transport.one_sided import members
+from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedWork
+from weft_rl.transport.wire.options import BucketOptions
 
 SIZE = 3 * 2**20
+BORROWS = BucketOptions(borrows=True)
 Join = Callable[[int], list[SideGroup]]
 
 
@@ -134,3 +139,35 @@ def test_memory_is_safe_after_an_abort_that_frees_it(backend: str, join: Join) -
     receiver_waits.broadcast(torch.zeros(SIZE, dtype=torch.uint8), 2.0)
     frees = backend == "one-sided"
     assert (sender.close(5.0), receiver_waits.close(5.0)) == (frees, frees)
+
+
+def test_a_receive_that_an_abort_overtakes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's memory stayed mapped, and was never freed, where the abort came between the
+    backend's receive and its note in the group."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as path:
+        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", path)
+        store = dist.HashStore()
+        sender, receiver = (
+            SideGroup(store, rank, 2, backend="one-sided", host="127.0.0.1")  # type: ignore[arg-type]
+            for rank in range(2)
+        )
+        sent = sender.broadcast(bucket("one-sided", 1), 20.0)
+        backend = receiver._backend
+        assert isinstance(backend, OneSidedReceiver)
+        born = backend.broadcast
+
+        def overtaken(*args: Any) -> OneSidedWork:
+            work = born(*args)
+            while not work.done:  # lent by the backend's thread
+                time.sleep(0.001)
+            receiver.abort(TransferAbortedError("stopped"))
+            return work
+
+        monkeypatch.setattr(backend, "broadcast", overtaken)
+        with pytest.raises(TransferAbortedError, match="stopped"):
+            receiver.broadcast(torch.zeros(SIZE, dtype=torch.uint8), 20.0, options=BORROWS)
+        backend._thread.join(10.0)
+        assert not backend._thread.is_alive()
+        assert not members._KEPT
+        assert sent.done
+        sender.close()
