@@ -18,7 +18,7 @@ from trainer_side.packing.packer import Packer, check_finite
 from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, tensor_source
-from weft_rl.contract.capabilities import GLOO, NCCL
+from weft_rl.contract.backends import GLOO, NCCL
 from weft_rl.contract.manifest import Manifest
 
 _NUM_TENSORS, _TOTAL_BYTES, _ROUNDS = 448, 175_000_000, 11

@@ -25,7 +25,7 @@ from trainer_side.params.snapshot import HostMemory
 from trainer_side.pushes.content import Content, adapter_content, base_content
 from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.ranks.ranks import OneRank
-from weft_rl.contract.capabilities import GLOO, NCCL
+from weft_rl.contract.backends import GLOO, NCCL
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.rpc.codec import dtype_to_proto

@@ -26,7 +26,7 @@ from benchmarks.machine import describe
 from benchmarks.push import Rows, coordinator, model_of
 from trainer_side import Publisher
 from weft_rl.cli.demo.processes import Process
-from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.backends import GLOO, ONE_SIDED
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub

@@ -21,7 +21,7 @@ from benchmarks.bare_gloo import BareGloo
 from benchmarks.machine import describe
 from benchmarks.push import Rows, coordinator, doubles, model_of
 from trainer_side import Publisher
-from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.backends import GLOO, ONE_SIDED
 from weft_rl.contract.manifest import DEFAULT_BUCKET_BYTES
 
 _BYTES = 512 * 2**20

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from benchmarks.machine import describe
 from benchmarks.push import Rows
-from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.backends import GLOO, ONE_SIDED
 from weft_rl.contract.errors import WeftError
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import tensor_digest

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.push import coordinator, doubles, model_of
 from trainer_side import Publisher
-from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.backends import GLOO, ONE_SIDED
 
 _BYTES = 512 * 2**20
 _ELEMENTS = 2**20

@@ -34,7 +34,7 @@ from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import ranks_of
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.codec import dtype_to_proto

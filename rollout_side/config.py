@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from weft_rl.contract.capabilities import BackendChoice, RunningRequests
+from weft_rl.contract.backends import BackendChoice
+from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import check_name
 from weft_rl.contract.options import access_setting, check_bounds, insecure_setting, setting

@@ -33,7 +33,7 @@ from trainer_side.ranks.ranks import SENDER, Ranks, told
 from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.rollout_sleep import RolloutSleep
 from trainer_side.sources.named_source import Metadata, NamedTensors
-from weft_rl.contract.capabilities import BackendChoice
+from weft_rl.contract.backends import BackendChoice
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.names import PolicyVersion, check_name

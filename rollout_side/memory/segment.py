@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from rollout_side.config import Staging
-from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import CapacityError, NotReadyError
 from weft_rl.transport.group import CPU
 from weft_rl.transport.progress import OnProgress, ignore_progress, report_while
@@ -484,7 +484,7 @@ class Memory:
 
     def device_of(self, backend: str) -> torch.device:
         """Return the device on which a side group of this backend receives."""
-        return self.device if backend in (NCCL, ONE_SIDED) else CPU
+        return self.device if BACKENDS[backend].on_gpu else CPU
 
 
 def stage_on_device(

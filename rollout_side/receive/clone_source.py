@@ -17,7 +17,7 @@ import torch
 from rollout_side.engine import SendOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import SendableVersion
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import TransferAbortedError, WeftError
 from weft_rl.contract.manifest import whole_plan
 from weft_rl.transport.backends import allocate

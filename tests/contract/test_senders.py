@@ -15,7 +15,7 @@ from tests.doubles import sharded_trainer
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
-from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.backends import GLOO, ONE_SIDED
 from weft_rl.contract.errors import WeftError
 from weft_rl.transport.wire.buckets import SealedBucket
 

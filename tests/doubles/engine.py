@@ -38,7 +38,8 @@ from rollout_side.waits import UnansweredCalls
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.checkpoints.reader import digest_in_layout
-from weft_rl.contract.capabilities import ONE_SIDED, Capabilities
+from weft_rl.contract.backends import ONE_SIDED
+from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import StoredTensor, not_compared
 from weft_rl.contract.errors import (
     LoadFailedError,

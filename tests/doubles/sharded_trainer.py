@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from trainer_side.sources.source import CastRule, make_metas
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import (
     Manifest,

@@ -16,7 +16,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, same, until, weights
 from tests.integration.test_in_place_receive import WAIT_SECONDS, Gate, begin, load, push, trainer
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.group import CPU, window

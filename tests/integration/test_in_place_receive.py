@@ -16,7 +16,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher, PushResult
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import LoadFailedError, WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.group import CPU, window

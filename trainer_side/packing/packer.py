@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import NotFiniteError
 from weft_rl.contract.manifest import (
     Manifest,

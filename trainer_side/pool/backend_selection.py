@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft_rl.contract.capabilities import GLOO, NCCL, ONE_SIDED, BackendChoice
+from weft_rl.contract.backends import BACKENDS, GLOO, BackendChoice
 from weft_rl.contract.errors import NotReadyError
-from weft_rl.transport.backends import available_backends, gpu_uuid
+from weft_rl.transport.backends import available_backends, gpu_uuid, why_unavailable
 from weft_rl.transport.group import CPU
-from weft_rl.transport.one_sided import memory
-from weft_rl.transport.one_sided.directory import why_unavailable
 from weft_rl.transport.one_sided.trial import Trials
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -55,21 +53,21 @@ class BackendSelection:
             NotReadyError: No backend is shared, or not the one that was asked for.
         """
         offered = [*target.backends] or [GLOO]
-        have = available_backends(self.device_of(NCCL))
         passed: list[str] = []
         for name in offered:
             if self.choice not in ("auto", name):
                 continue
             why_not = "this push has found that not all can" if name in without else ""
-            if why_not or (why_not := self._why_not(name, have, target)):
+            if why_not or (why_not := self._why_not(name, target)):
                 passed.append(f"not {name}: {why_not}")
                 continue
             return SelectedBackend(name, "; ".join([_reason(name, self.choice), *passed]))
-        raise NotReadyError(self._refusal(offered, have, passed), reason="BACKEND_MISMATCH")
+        raise NotReadyError(self._refusal(offered, passed), reason="BACKEND_MISMATCH")
 
-    def _refusal(self, offered: Sequence[str], have: Sequence[str], passed: Sequence[str]) -> str:
+    def _refusal(self, offered: Sequence[str], passed: Sequence[str]) -> str:
         offers = f"the pool offers {', '.join(offered)}"
         if self.choice == "auto":
+            have = available_backends(self.accelerator)
             why = "".join(f"; {text}" for text in passed)
             return (
                 f"no backend can carry a push: {offers}, this process has {', '.join(have)}{why}. "
@@ -80,39 +78,35 @@ class BackendSelection:
             "backend='auto' takes the best that all can use"
         )
 
+    @property
+    def accelerator(self) -> torch.device:
+        """The accelerator that is sent from; the CPU in a process without any."""
+        if not torch.cuda.is_available():
+            return CPU
+        return self.device or torch.device("cuda", torch.cuda.current_device())
+
     def device_of(self, backend: str) -> torch.device:
         """Return the device that buckets of a backend are packed on."""
-        if backend == GLOO or not torch.cuda.is_available():
-            return CPU
-        if self.device is not None:
-            return self.device
-        return torch.device("cuda", torch.cuda.current_device())
+        return self.accelerator if BACKENDS[backend].on_gpu else CPU
 
-    def _why_not(self, name: str, have: Collection[str], target: pb.DescribeTargetResponse) -> str:
+    def _why_not(self, name: str, target: pb.DescribeTargetResponse) -> str:
         """Return the reason why an offered backend cannot be used; empty if it can."""
-        if name == ONE_SIDED:
-            return self._why_not_one_sided(target)
-        if name not in have:
-            return "this process has none"
-        if name == NCCL:
-            used = Counter([*target.gpu_uuids, gpu_uuid(self.device_of(NCCL))])
-            if any(count > 1 for uuid, count in used.items() if uuid):
-                return "two members share a GPU"
-        return ""
-
-    def _why_not_one_sided(self, target: pb.DescribeTargetResponse) -> str:
-        device = self.device_of(ONE_SIDED)
-        if device.type == "cpu" and target.gpu_uuids:
+        device, facts = self.device_of(name), BACKENDS[name]
+        if facts.on_gpu and device.type == "cpu" and target.gpu_uuids:
             return "replicas receive on GPUs, and this process has none"
-        missing = memory.why_unavailable() if device.type == "cuda" else ""
-        return (
-            missing or why_unavailable() or self.trials.why_not_readable(target.trial_names, device)
-        )
+        if why := why_unavailable(name, device):
+            return why
+        used = Counter([*target.gpu_uuids, gpu_uuid(device)])
+        if facts.one_per_gpu and any(count > 1 for uuid, count in used.items() if uuid):
+            return "two members share a GPU"
+        if facts.within_host:
+            return self.trials.why_not_readable(target.trial_names, device)
+        return ""
 
 
 def _reason(name: str, choice: BackendChoice) -> str:
     if choice != "auto":
         return "chosen by the trainer"
-    if name == ONE_SIDED:
+    if BACKENDS[name].within_host:
         return "every replica reads this process's memory"
     return "the best that all have"

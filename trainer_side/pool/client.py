@@ -28,7 +28,7 @@ from trainer_side.ranks.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
 from weft_rl import tracing
 from weft_rl.contract.adapter import TrainedBase
-from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import (
     InvalidRequestError,
     NotReadyError,
@@ -167,7 +167,7 @@ class PoolClient:
 
     def _select(self, target: pb.DescribeTargetResponse, without: Collection[str]) -> None:
         """Select the backend, anew where no group is kept or the pool offers something else."""
-        device = self._selection.device_of(NCCL)
+        device = self._selection.accelerator
         offer = (*target.backends, *target.gpu_uuids, *target.trial_names, device)
         is_kept = self._sender.usable if self._sender else self._others_group[0] != ""
         if without or not is_kept or offer != self._selected_for:
@@ -243,11 +243,12 @@ class PoolClient:
             try:
                 return self._begin(request, manifest, kind, metadata, deadline)
             except NotReadyError as error:
-                if (error.reason, request.backend) != ("BACKEND_MISMATCH", ONE_SIDED):
+                is_tried = BACKENDS[request.backend].within_host
+                if not is_tried or error.reason != "BACKEND_MISMATCH":
                     raise
                 # A replica has come since they were tried. Another push, to the coordinator.
                 request.request_id = secrets.token_hex(16)
-                self._use(self._selection.backend(self._offered, without=[ONE_SIDED]))
+                self._use(self._selection.backend(self._offered, without=[request.backend]))
                 return self._begin(request, manifest, kind, metadata, deadline)
 
     def _compared(self, base: TrainedBase | None, deadline: float) -> str:
@@ -265,8 +266,8 @@ class PoolClient:
         """Put the selected backend into the request of the push."""
         assert self._request is not None
         self._request.backend, self._request.backend_reason = selected.name, selected.why
-        tried = self._offered.trial_names if selected.name == ONE_SIDED else ()
-        self._request.trial_names[:] = tried
+        is_tried = BACKENDS[selected.name].within_host
+        self._request.trial_names[:] = self._offered.trial_names if is_tried else ()
 
     def _begin(
         self,

@@ -23,7 +23,7 @@ from trainer_side.sharding.plan import ShardPlan, ShardPlans
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.source import HeldTensors, Source, held_tensors, reading, torch_dtypes
 from weft_rl.containers import LruMapping
-from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.manifest import (
@@ -375,7 +375,7 @@ DEVICE_BUCKET_BYTES = 2**30
 
 def packs_on_device(backend: str) -> bool:
     """Return whether buckets for a backend are packed on an accelerator; the same on every rank."""
-    return backend == NCCL or (backend == ONE_SIDED and torch.cuda.is_available())
+    return BACKENDS[backend].on_gpu and torch.cuda.is_available()
 
 
 def bucket_capacity(backend: str, chosen: int | None) -> int:

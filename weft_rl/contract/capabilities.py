@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType
 
-#: Side-group backends: between hosts' memories, between accelerators', and within one host.
-GLOO = "gloo"
-NCCL = "nccl"
-ONE_SIDED = "one-sided"
-#: Choice of one end: the best backend that both have, or this one and no other.
-BackendChoice = Literal["auto", "nccl", "one-sided", "gloo"]
 #: Fate of requests that run when the base changes: their cache is computed anew, they keep it,
 #: or they end.
 RunningRequests = Literal["recompute", "keep", "abort"]

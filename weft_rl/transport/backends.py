@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
-from weft_rl.contract.capabilities import GLOO, NCCL, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
-from weft_rl.transport.one_sided import memory
-from weft_rl.transport.one_sided.directory import why_unavailable
+from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.options import (
@@ -118,11 +117,21 @@ class Backend(Protocol):
 def available_backends(device: torch.device) -> tuple[str, ...]:
     """List the backends that a process with weights on ``device`` can use, best first. Only
     ``trial`` finds out whether two processes share a host."""
-    has_nccl = device.type == "cuda" and dist.is_nccl_available()
-    is_exportable = device.type == "cpu" or not memory.why_unavailable()
-    # One-sided is as fast as NCCL, forms at once, and works where two share a GPU.
-    one_sided = (ONE_SIDED,) if is_exportable and not why_unavailable() else ()
-    return *one_sided, *((NCCL,) if has_nccl else ()), GLOO
+    return tuple(name for name in BACKENDS if not why_unavailable(name, device))
+
+
+def why_unavailable(backend: str, device: torch.device) -> str:
+    """Return why a process with weights on ``device`` cannot use a backend; empty if it can."""
+    if backend not in BACKENDS:
+        return "this process knows none of that name"
+    if device.type == "cpu" and not BACKENDS[backend].on_host:
+        return "it moves weights between NVIDIA GPUs, and this process has none"
+    if backend == NCCL and not dist.is_nccl_available():
+        return "this torch is built without it"
+    if backend == ONE_SIDED:
+        missing = memory.why_unavailable() if device.type == "cuda" else ""
+        return missing or directory.why_unavailable()
+    return ""
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -153,9 +162,9 @@ def open_backend(
     Raises:
         UnsupportedError: A backend that this process does not have.
     """
-    if name not in available_backends(device):
+    if why := why_unavailable(name, device):
         raise UnsupportedError(
-            f"side-group backend {name!r} is not available for {device}; "
+            f"side-group backend {name!r} is not available for {device}: {why}; "
             f"have {', '.join(available_backends(device))}"
         )
     if name == NCCL:

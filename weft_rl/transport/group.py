@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS, GLOO
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferAbortedError,
@@ -54,7 +54,7 @@ def window(device: torch.device, backend: str) -> int:
     """
     if device.type == "cpu":
         return 2
-    return 4 if backend == ONE_SIDED else 3
+    return 3 if BACKENDS[backend].blocks_gpu else 4
 
 
 @contextlib.contextmanager

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rollout_side.vllm_engine.compat import bridges
-from weft_rl.contract.capabilities import NCCL, ONE_SIDED, BackendChoice
+from weft_rl.contract.backends import BackendChoice
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
-from weft_rl.transport.one_sided.directory import why_unavailable
+from weft_rl.transport.backends import why_unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -178,13 +180,10 @@ def refuse_sleep_without_gpu() -> None:
 
 def refuse_backend(choice: BackendChoice) -> None:
     """Refuse a backend that no worker on this machine could use."""
-    why = ""
-    if choice == NCCL:
-        platform = importlib.import_module("vllm.platforms").current_platform
-        why = "" if platform.is_cuda() else "it moves weights between NVIDIA GPUs"
-    elif choice == ONE_SIDED:
-        why = why_unavailable()
-    if why:
+    if choice == "auto":
+        return
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if why := why_unavailable(choice, torch.device("cuda" if platform.is_cuda() else "cpu")):
         raise UnsupportedError(
             f"--backend {choice} cannot be used: {why}; leave it out, or choose gloo"
         )

@@ -46,7 +46,7 @@ from rollout_side.vllm_engine.worker.holdings import (
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl import logs
-from weft_rl.contract.capabilities import ONE_SIDED, BackendChoice
+from weft_rl.contract.backends import ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import LinearModule, Reference, TensorMeta

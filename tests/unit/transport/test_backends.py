@@ -11,12 +11,13 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from weft_rl.contract.backends import BACKENDS, BackendChoice
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferAbortedError,
@@ -61,7 +62,7 @@ class FakeNccl:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A side group over the double, and the double."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
-    monkeypatch.setattr(backends, "available_backends", lambda _: ("nccl", "gloo"))
+    monkeypatch.setattr(backends, "why_unavailable", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     group = SideGroup(object(), 1, 2, backend="nccl", host="", device=CPU)
     return group, FakeNccl.made[-1]
@@ -74,8 +75,14 @@ def test_a_cpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.available_backends(CPU) == ("one-sided", "gloo")
     monkeypatch.setenv("WEFT_ONE_SIDED_DIR", "/nowhere/at/all")
     assert backends.available_backends(CPU) == ("gloo",)
-    with pytest.raises(UnsupportedError, match=r"'nccl' is not available for cpu; have gloo"):
+    with pytest.raises(
+        UnsupportedError, match=r"'nccl' is not available for cpu: it .*; have gloo"
+    ):
         SideGroup(object(), 0, 2, backend="nccl", host="127.0.0.1")
+
+
+def test_a_choice_is_auto_or_a_backend() -> None:
+    assert {*get_args(BackendChoice)} == {"auto", *BACKENDS}
 
 
 def test_an_accelerator_has_a_wider_window() -> None:

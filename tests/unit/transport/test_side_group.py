@@ -90,8 +90,8 @@ def test_all_receive_what_is_sent(backend: str, join: Join, num_receivers: int) 
     groups = join(1 + num_receivers)
     sent = [bucket(backend, seed) for seed in (1, 2)]
     rounds = [begin(groups, buffer) for buffer in sent]  # two under way
-    for buffer, members in zip(sent, rounds, strict=True):
-        for operation, received in members:
+    for buffer, operations in zip(sent, rounds, strict=True):
+        for operation, received in operations:
             operation.wait(soon())
             assert operation.done
             assert torch.equal(received, buffer)

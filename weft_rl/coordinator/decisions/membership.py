@@ -7,7 +7,7 @@ from itertools import islice
 from typing import cast
 
 from weft_rl.containers import replace
-from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
@@ -174,8 +174,8 @@ def _check_backends(state: PoolState, event: events.Register) -> None:
     offered = event.capabilities.backends
     others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
     shared = shared_backends(others)
-    # One-sided works within one host. A replica elsewhere takes the next backend, and so do all.
-    used = [name for name in shared if name != ONE_SIDED][:1] or shared[:1]
+    # A replica on another host takes the next backend, and so do all.
+    used = [name for name in shared if not BACKENDS[name].within_host][:1] or shared[:1]
     if not offered or not set(used) <= set(offered):
         raise NotReadyError(
             f"replica {event.replica_id!r} offers the side-group backends "

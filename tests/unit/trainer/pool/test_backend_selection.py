@@ -23,15 +23,13 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why replicas cannot read this process's memory; none can unless a test empties it."""
     why = ["it is on another host"]
     monkeypatch.setattr(trial, "why_not_readable", lambda names, device: "".join(why))
-    monkeypatch.setattr(module, "why_unavailable", lambda: "")
     return why
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has one."""
-    monkeypatch.setattr(module, "available_backends", lambda _: ALL)
-    monkeypatch.setattr(module.memory, "why_unavailable", lambda: "")
+    monkeypatch.setattr(module, "why_unavailable", lambda *_: "")
     monkeypatch.setattr(module, "gpu_uuid", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -41,8 +39,8 @@ def test_without_an_accelerator_and_elsewhere_bytes_take_gloo() -> None:
     selected = BackendSelection().backend(target(*ALL))
     assert selected.name == "gloo"
     assert selected.why == (
-        "the best that all have; not nccl: this process has none; "
-        "not one-sided: it is on another host"
+        "the best that all have; not nccl: it moves weights between NVIDIA GPUs, and this "
+        "process has none; not one-sided: it is on another host"
     )
     assert BackendSelection().device_of("nccl") == torch.device("cpu")
 
@@ -70,8 +68,8 @@ def test_a_process_that_cannot_take_part_asks_nobody(
     readable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readable.clear()
-    monkeypatch.setattr(module, "why_unavailable", lambda: "no directory")
-    assert "not one-sided: no directory" in BackendSelection().backend(target(*ALL)).why
+    monkeypatch.setenv("WEFT_ONE_SIDED_DIR", "/nowhere/at/all")
+    assert "not one-sided: /nowhere/at/all" in BackendSelection().backend(target(*ALL)).why
 
 
 def test_a_pool_from_before_backends_were_told_takes_gloo() -> None:
@@ -107,7 +105,8 @@ def test_memory_of_a_gpu_is_what_is_tried_where_there_is_one(
     monkeypatch.setattr(trial, "why_not_readable", lambda names, device: tried.append(device))
     assert BackendSelection().backend(target("one-sided", "nccl")).name == "one-sided"
     assert tried == [torch.device("cuda", 1)]
-    monkeypatch.setattr(module.memory, "why_unavailable", lambda: "no libcudart")
+    missing = {"one-sided": "no libcudart"}
+    monkeypatch.setattr(module, "why_unavailable", lambda name, _: missing.get(name, ""))
     selected = BackendSelection().backend(target("one-sided", "nccl"))
     assert (selected.name, len(tried)) == ("nccl", 1)
     assert "not one-sided: no libcudart" in selected.why
@@ -127,7 +126,7 @@ def test_no_shared_backend_is_refused() -> None:
         BackendSelection().backend(target("nccl"))
     assert caught.value.reason == "BACKEND_MISMATCH"
     cannot = "backend='nccl' cannot carry a push: "
-    with pytest.raises(NotReadyError, match=cannot + "not nccl: this process has none. backend="):
+    with pytest.raises(NotReadyError, match=cannot + "not nccl: it moves .* has none. backend="):
         BackendSelection("nccl").backend(target(*ALL))
     with pytest.raises(NotReadyError, match=cannot + "the pool offers gloo. backend='auto' takes"):
         BackendSelection("nccl").backend(target("gloo"))

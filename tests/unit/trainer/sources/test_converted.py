@@ -19,7 +19,7 @@ from trainer_side.pushes.rank_push import HeldPush, RankPushFactory
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.manifest import Run
 
 _SHAPES = {"a": (8, 8), "t": (4, 6), "b": (8, 8), "u": (4, 6), "c": (8, 8)}

@@ -21,7 +21,7 @@ from trainer_side.sources.source import (
     held_tensors,
     tensor_source,
 )
-from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.manifest import Run, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 

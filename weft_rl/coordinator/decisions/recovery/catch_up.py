@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 
 from weft_rl.containers import replace
-from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.repair import Repair, Restore, back_off, waiting_repair
@@ -171,13 +171,12 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
 def _backend(source: Replica, replica: Replica) -> str | None:
     """Return the best side-group backend that both replicas have; None for none.
 
-    One-sided comes last: nobody has tried whether these two share a host. NCCL needs a GPU for
-    each.
+    One that works within a host comes last: nobody has tried whether these two share one.
     """
     theirs, ours = replica.capabilities, source.capabilities
-    names = sorted(ours.backends, key=lambda name: name == ONE_SIDED)
+    names = sorted(ours.backends, key=lambda name: BACKENDS[name].within_host)
     if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):
-        names = [name for name in names if name != NCCL]
+        names = [name for name in names if not BACKENDS[name].one_per_gpu]
     return next((name for name in names if name in theirs.backends), None)
 
 

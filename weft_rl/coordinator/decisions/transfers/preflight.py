@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weft_rl.containers import replace
 from weft_rl.contract.adapter import check_adapter
 from weft_rl.contract.adapter_config import AdapterSpec
-from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import (
     BaseMismatchError,
     CapacityError,
@@ -230,7 +230,8 @@ def check_group(
                 reason="BACKEND_MISMATCH",
                 metadata={"replica": replica.replica_id},
             )
-        if transfer.backend == ONE_SIDED and capabilities.trial_name not in transfer.trial_names:
+        is_tried = capabilities.trial_name in transfer.trial_names
+        if BACKENDS[transfer.backend].within_host and not is_tried:
             raise NotReadyError(
                 f"replica {replica.replica_id!r} joined after the sender had tried which replicas "
                 "can read its memory: try again",

@@ -220,19 +220,22 @@ def test_a_backend_that_the_machine_cannot_use_is_refused(
     platform = SimpleNamespace(is_cuda=lambda: is_cuda)
     for name in ("vllm", "vllm.platforms"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(current_platform=platform))
-    monkeypatch.setattr(refusals, "why_unavailable", lambda: "no directory for sockets")
+    missing = {"one-sided": "no directory for sockets"}
+    why = {True: lambda name, _: missing.get(name, ""), False: refusals.why_unavailable}
+    monkeypatch.setattr(refusals, "why_unavailable", why[is_cuda])
+    if not is_cuda:
+        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", "no directory for sockets")
     for always in ("auto", "gloo"):
         refusals.refuse_backend(always)
-    with pytest.raises(
-        UnsupportedError, match="one-sided cannot be used: no directory for sockets; "
-    ):
+    with pytest.raises(UnsupportedError, match=r"one-sided cannot be used: .*no directory"):
         refusals.refuse_backend("one-sided")
-    monkeypatch.setattr(refusals, "why_unavailable", lambda: "")
+    missing.clear()
+    monkeypatch.delenv("WEFT_ONE_SIDED_DIR", raising=False)
     refusals.refuse_backend("one-sided")
     if is_cuda:
         refusals.refuse_backend("nccl")
         return
-    with pytest.raises(UnsupportedError, match=r"--backend nccl .* NVIDIA GPUs; leave it out"):
+    with pytest.raises(UnsupportedError, match=r"--backend nccl .* has none; leave it out"):
         refusals.refuse_backend("nccl")
 
 

@@ -1,0 +1,47 @@
+"""Side-group backends, and the facts that decide where each can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+ONE_SIDED: Final = "one-sided"
+NCCL: Final = "nccl"
+GLOO: Final = "gloo"
+#: Choice of one end: the best backend that both have, or this one and no other.
+BackendChoice = Literal["auto", "nccl", "one-sided", "gloo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendFacts:
+    """Facts about a backend that decide where it can be used."""
+
+    on_host: bool = False
+    """Whether it carries buckets between hosts' memories."""
+    on_gpu: bool = False
+    """Whether it carries them between GPUs' memories, where members have GPUs."""
+    within_host: bool = False
+    """Whether receivers read the sender's memory: each tries that before the push."""
+    one_per_gpu: bool = False
+    """Whether no two members may share a GPU."""
+    blocks_gpu: bool = False
+    """Whether a receive that waits for its sender occupies the GPU."""
+
+
+class _Facts(dict[str, BackendFacts]):
+    """Facts by the backend's name; of one that only a peer knows none is true."""
+
+    def __missing__(self, name: str) -> BackendFacts:
+        return BackendFacts()
+
+
+#: Backends, best first. One-sided is as fast as NCCL, forms at once, and works where two members
+#: share a GPU.
+BACKENDS: Final[Mapping[str, BackendFacts]] = _Facts(
+    {
+        ONE_SIDED: BackendFacts(on_host=True, on_gpu=True, within_host=True),
+        NCCL: BackendFacts(on_gpu=True, one_per_gpu=True, blocks_gpu=True),
+        GLOO: BackendFacts(on_host=True),
+    }
+)
