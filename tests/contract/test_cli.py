@@ -137,6 +137,10 @@ async def test_orders_say_what_was_done(pool: Pool) -> None:
     assert (await ordered(pool, "base"))["replica_ids"] == ["r0"]
     forgotten = await ordered(pool, "forget", "math", "--force")
     assert forgotten["retired_versions"] == [{**named, "version": n} for n in ("1", "2")]
+    (last,) = (await ordered(pool, "transfers", "--limit", "1"))["transfers"]
+    for name, reason in ((last["transfer_id"], "ALREADY_COMMITTED"), ("t9", "TRANSFER_UNKNOWN")):
+        refused = await weft("cancel", name, "-c", pool.target, "--json")
+        assert json.loads(refused.err)["error"]["reason"] == reason
     refused = await weft("cordon", "r9", "-c", pool.target, "--json")
     assert (refused.code, refused.out) == (1, "")
     error = json.loads(refused.err)["error"]

@@ -9,8 +9,9 @@ import pytest
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from weft_rl.contract.errors import CapacityError, WeftError
+from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import duration_to_proto
-from weft_rl.v1 import publish_pb2
+from weft_rl.v1 import admin_pb2, admin_pb2_grpc, publish_pb2
 
 
 @pytest.mark.parametrize("where", ["prepare", "stage"])
@@ -86,7 +87,8 @@ async def test_deadline_names_who_did_not_come(pool: Pool) -> None:
     assert "r0 did not join" in error.message
 
 
-async def test_abort_wakes_everyone(pool: Pool) -> None:
+@pytest.mark.parametrize("who", ["trainer", "operator"])
+async def test_abort_wakes_everyone(pool: Pool, who: str) -> None:
     replica = await pool.replica()
     replica.breaks_at = "never-staged"
     trainer = await pool.trainer()
@@ -95,15 +97,23 @@ async def test_abort_wakes_everyone(pool: Pool) -> None:
     sender = await trainer.attend(begun)
     while (await sender.hear()).WhichOneof("message") != "start":
         pass
-    request = publish_pb2.AbortTransferRequest(
-        transfer_id=begun.transfer_id,
-        policy="math",
-        fencing_token=trainer.token,
-        message="enough",
-    )
-    await trainer.stub.AbortTransfer(request)
-    await trainer.stub.AbortTransfer(request)
-    assert (await error_of(waiting)).reason == "TRANSFER_ABORTED"
+    for _ in range(2):
+        if who == "operator":
+            cancel = admin_pb2.CancelTransferRequest(transfer_id=begun.transfer_id, reason="enough")
+            async with open_aio_channel(pool.target) as channel:
+                await admin_pb2_grpc.AdminServiceStub(channel).CancelTransfer(cancel)
+            continue
+        abort = publish_pb2.AbortTransferRequest(
+            transfer_id=begun.transfer_id,
+            policy="math",
+            fencing_token=trainer.token,
+            message="enough",
+        )
+        await trainer.stub.AbortTransfer(abort)
+    error = await error_of(waiting)
+    assert error.reason == "TRANSFER_ABORTED"
+    says = {"operator": "cancelled by an operator", "trainer": "given up by its trainer"}
+    assert f"{says[who]}: enough" in str(error)
 
     async def hear_all() -> None:
         while True:

@@ -276,6 +276,9 @@ _MAKERS: Mapping[str, _Maker] = {
     "AdminService/Drain": _just(
         admin.DrainRequest(replica_id="stranger", timeout=_SOON, reason="why not")
     ),
+    "AdminService/CancelTransfer": _just(
+        admin.CancelTransferRequest(transfer_id="stranger", reason="why not")
+    ),
     "AdminService/SleepReplica": _just(
         admin.SleepReplicaRequest(
             replica_id="stranger",

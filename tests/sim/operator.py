@@ -41,6 +41,7 @@ class SimOperator(Process):
         self._put_back: set[str] = set()
         self.busy = False
         self._lost = 0
+        self._num_cancels = 3 * (world.seed % 4 == 0)
         self._mean_seconds = world.random.choice([1.0, 3.0, 10.0])
         self.spawn(self._work())
 
@@ -71,6 +72,7 @@ class SimOperator(Process):
                         self._uncordon,
                         self._drain,
                         self._sleep_or_wake,
+                        *[self._cancel] * self._num_cancels,
                     ]
                 )()
             except WeftError as error:
@@ -200,6 +202,13 @@ class SimOperator(Process):
     def _drain(self) -> Generator[Any, Any, None]:
         name, seconds = self._some_replica(), self.world.random.choice([0.0, 2.0, 5.0])
         yield self._call("drain", 2.0, replica_id=name, timeout_seconds=seconds, reason="old card")
+
+    def _cancel(self) -> Generator[Any, Any, None]:
+        """Some transfer, also one that is committing: what is committed stays."""
+        transfers = sorted(self.world.coordinator.state.transfers)
+        if transfers:
+            name = self.world.random.choice(transfers)
+            yield self._call("cancel", 2.0, transfer_id=name, reason="it takes long")
 
     def _sleep_or_wake(self) -> Generator[Any, Any, None]:
         method = self.world.random.choice(["sleep_replica", "wake_replica"])

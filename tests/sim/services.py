@@ -170,3 +170,6 @@ class Services:
 
     def drain(self, timeout: float, **args: Any) -> events.Event:
         return events.Drain(**args)
+
+    def cancel(self, timeout: float, **args: Any) -> events.Event:
+        return events.CancelTransfer(**args)

@@ -200,6 +200,7 @@ _TRANSFER_COLUMNS = (
         6,
         is_number=True,
     ),
+    ColumnSpec("id", lambda t: t.transfer_id, 8),
 )
 
 

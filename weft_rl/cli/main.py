@@ -215,6 +215,7 @@ for _panel, _commands in {
         orders.retire,
         orders.retain,
         orders.forget,
+        orders.cancel,
         orders.base,
     ),
     "Replicas": (

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from rich.markup import escape
 
 from weft_rl.cli.console.commands import Printed, pool_command
-from weft_rl.cli.console.options import AdapterName, PolicyName, ReplicaId
+from weft_rl.cli.console.options import AdapterName, PolicyName, ReplicaId, TransferId
 from weft_rl.cli.console.output import CALL_SECONDS
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
@@ -176,6 +176,16 @@ def forget(
     retired = plural(len(done.retired_versions), "version")
     text = f"[bold green]{policy}[/] is forgotten: {retired} retired, which replicas delete"
     yield text, request, done
+
+
+@pool_command
+def cancel(channel: grpc.Channel, transfer: TransferId, reason: Reason = "") -> Iterator[Printed]:
+    """End a push or another transfer before its commit.
+
+    What replicas serve stays as it is; the trainer is told the reason.
+    """
+    request = pb.CancelTransferRequest(transfer_id=transfer, reason=reason)
+    yield f"[bold]{transfer}[/] has ended: nothing of it is served", *_sent(channel, request)
 
 
 # -- one replica -------------------------------------------------------------------------------

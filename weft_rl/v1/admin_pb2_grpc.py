@@ -85,6 +85,11 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.WakeReplicaRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.WakeReplicaResponse.FromString,
                 _registered_method=True)
+        self.CancelTransfer = channel.unary_unary(
+                '/weft.v1.AdminService/CancelTransfer',
+                request_serializer=weft_dot_v1_dot_admin__pb2.CancelTransferRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.CancelTransferResponse.FromString,
+                _registered_method=True)
         self.GetBase = channel.unary_unary(
                 '/weft.v1.AdminService/GetBase',
                 request_serializer=weft_dot_v1_dot_admin__pb2.GetBaseRequest.SerializeToString,
@@ -248,6 +253,18 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelTransfer(self, request, context):
+        """Ends a transfer that is under way, before its commit: what replicas serve stays. The trainer
+        of a push is told so: ABORTED/TRANSFER_ABORTED, with the reason. A replica that has begun to load
+        a base in place is out of service until the next base. A clone or a restore that the pool needs
+        begins again after a while.
+        Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN; FAILED_PRECONDITION/ALREADY_COMMITTED (it is
+        committed: roll back).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetBase(self, request, context):
         """Which base model the pool is bound to, and what would hinder binding it anew.
         Idempotent: reads only. Statuses: none of its own.
@@ -323,6 +340,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WakeReplica,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.WakeReplicaRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.WakeReplicaResponse.SerializeToString,
+            ),
+            'CancelTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelTransfer,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.CancelTransferRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.CancelTransferResponse.SerializeToString,
             ),
             'GetBase': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBase,
@@ -606,6 +628,33 @@ class AdminService(object):
             '/weft.v1.AdminService/WakeReplica',
             weft_dot_v1_dot_admin__pb2.WakeReplicaRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.WakeReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/CancelTransfer',
+            weft_dot_v1_dot_admin__pb2.CancelTransferRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.CancelTransferResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -140,6 +140,14 @@ class AdminServiceStub:
     Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
     DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
     """
+    CancelTransfer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelTransferRequest, _admin_pb2.CancelTransferResponse]
+    """Ends a transfer that is under way, before its commit: what replicas serve stays. The trainer
+    of a push is told so: ABORTED/TRANSFER_ABORTED, with the reason. A replica that has begun to load
+    a base in place is out of service until the next base. A clone or a restore that the pool needs
+    begins again after a while.
+    Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN; FAILED_PRECONDITION/ALREADY_COMMITTED (it is
+    committed: roll back).
+    """
     GetBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]
     """Which base model the pool is bound to, and what would hinder binding it anew.
     Idempotent: reads only. Statuses: none of its own.
@@ -267,6 +275,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Wakes a replica, whoever put it to sleep. Answers when it is awake.
     Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
     DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
+    """
+    CancelTransfer: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelTransferRequest, _admin_pb2.CancelTransferResponse]  # type: ignore[assignment]
+    """Ends a transfer that is under way, before its commit: what replicas serve stays. The trainer
+    of a push is told so: ABORTED/TRANSFER_ABORTED, with the reason. A replica that has begun to load
+    a base in place is out of service until the next base. A clone or a restore that the pool needs
+    begins again after a while.
+    Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN; FAILED_PRECONDITION/ALREADY_COMMITTED (it is
+    committed: roll back).
     """
     GetBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]  # type: ignore[assignment]
     """Which base model the pool is bound to, and what would hinder binding it anew.
@@ -452,6 +468,20 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Wakes a replica, whoever put it to sleep. Answers when it is awake.
         Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
         DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelTransfer(
+        self,
+        request: _admin_pb2.CancelTransferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CancelTransferResponse, _abc.Awaitable[_admin_pb2.CancelTransferResponse]]:
+        """Ends a transfer that is under way, before its commit: what replicas serve stays. The trainer
+        of a push is told so: ABORTED/TRANSFER_ABORTED, with the reason. A replica that has begun to load
+        a base in place is out of service until the next base. A clone or a restore that the pool needs
+        begins again after a while.
+        Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN; FAILED_PRECONDITION/ALREADY_COMMITTED (it is
+        committed: roll back).
         """
 
     @_abc_1.abstractmethod

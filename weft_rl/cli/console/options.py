@@ -57,6 +57,7 @@ OptionalPolicyName = Annotated[
 ]
 AdapterName = Annotated[str, _named("policy", "Name of an adapter.")]
 ReplicaId = Annotated[str, _named("replica", "Name of the replica, as weft status shows it.")]
+TransferId = Annotated[str, _named("transfer", "Its id, as weft transfers --wide shows it.")]
 Wide = Annotated[
     bool,
     typer.Option("--wide", help="Show every column in full, as where the output is no terminal."),

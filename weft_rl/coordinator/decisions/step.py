@@ -61,6 +61,8 @@ from weft_rl.coordinator.decisions.transfers import (
     withdrawals,
 )
 
+_NO_REASON: Final = "no reason given"
+
 
 def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, list[Effect]]:
     """Decide what one event changes and what is to be done about it.
@@ -186,12 +188,22 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
         raise unknown_transfer(event.transfer_id or event.request_id)
     if not _owns(transfer, event):
         raise not_its_owner(event.transfer_id, event.policy, event.fencing_token)
+    _give_up(change, event, transfer, f"given up by its trainer: {event.message or _NO_REASON}")
+
+
+def _cancel_transfer(change: Change, event: events.CancelTransfer) -> None:
+    known = change.state
+    transfer = known.transfers.get(event.transfer_id) or known.history.get(event.transfer_id)
+    if transfer is None:
+        raise unknown_transfer(event.transfer_id)
+    _give_up(change, event, transfer, f"cancelled by an operator: {event.reason or _NO_REASON}")
+
+
+def _give_up(change: Change, event: events.Call, transfer: Transfer, message: str) -> None:
     if transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
         raise already_committed(str(transfer.policy_version))
     if transfer.uncommitted:
-        message = event.message or "no reason given"
-        failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
-        abort.abort(change, transfer, failure)
+        abort.abort(change, transfer, Failure("TRANSFER_ABORTED", message))
     change.reply(event.ticket, EmptyAnswer())
 
 
@@ -355,6 +367,7 @@ CALLS: Final = (
     CallRow(events.Cordon, out_of_service.take_out),
     CallRow(events.Uncordon, out_of_service.uncordon, UncordonAnswer),
     CallRow(events.Drain, out_of_service.drain),
+    CallRow(events.CancelTransfer, _cancel_transfer),
     CallRow(events.SleepReplica, sleeps.sleep_replica, unread=("when_running",)),
     CallRow(events.WakeReplica, sleeps.wake_replica),
     CallRow(events.RebindBase, base_binding.rebind, RebindAnswer),

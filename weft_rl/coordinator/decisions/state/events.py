@@ -398,6 +398,14 @@ class Drain(Call):
 
 
 @dataclass(frozen=True)
+class CancelTransfer(Call):
+    """Operator's order to end a transfer before its commit."""
+
+    transfer_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class SleepReplica(Call):
     """Operator's order to put a replica to sleep."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -184,15 +185,28 @@ def test_a_deadline_names_who_is_missing(phase: Phase, prepared: bool, what: str
     _is_aborted(m, ticket)
 
 
-def test_abort_by_its_trainer_is_idempotent_until_the_commit() -> None:
-    m, ticket, waiter = _pushing(Phase.STAGING)
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (lambda i, t: events.AbortTransfer(i, t, "math", 1, "no"), "given up by its trainer: no"),
+        (lambda i, t: events.CancelTransfer(i, t, "no"), "cancelled by an operator: no"),
+        (events.CancelTransfer, "cancelled by an operator: no reason given"),
+    ],
+)
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.STAGING])
+def test_an_abort_is_idempotent_until_the_commit(
+    order: Callable[[int, str], events.Call], message: str, phase: Phase
+) -> None:
+    m, ticket, waiter = _pushing(phase)
     for i in (60, 61):
-        m.do(events.AbortTransfer(i, f"t{ticket}", "math", 1, "changed my mind"))
+        m.do(order(i, f"t{ticket}"))
         assert isinstance(m.answer(i), effects.EmptyAnswer)
-    assert m.error(waiter).reason == "TRANSFER_ABORTED"
+    assert (m.error(waiter).reason, m.error(waiter).message) == ("TRANSFER_ABORTED", message)
     done = m.run_to(Phase.COMMITTING)
-    m.do(events.AbortTransfer(62, f"t{done}", "math", 1, "too late"))
+    m.do(order(62, f"t{done}"))
     assert m.error(62).reason == "ALREADY_COMMITTED"
+    m.do(order(63, "t9"))
+    assert m.error(63).reason == "TRANSFER_UNKNOWN"
 
 
 def test_a_token_of_another_policy_gives_up_nothing() -> None:
