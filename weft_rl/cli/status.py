@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Final
 
 import grpc
 import typer
@@ -176,6 +177,16 @@ def _serves(replica: pb.Replica) -> str:
     return "  ".join(found) + (f"  and {more} more" if more else "") or "as the pool"
 
 
+def _versions(replica: pb.Replica) -> str:
+    known = replica.capabilities
+    return f"Weft {known.weft_version}, vLLM {known.engine_version}"
+
+
+#: Columns that are shown where replicas differ.
+_MAY_DIFFER: Final[Mapping[str, Callable[[pb.Replica], str]]] = {
+    "model": lambda replica: replica.model_name,
+    "versions": _versions,
+}
 _NO_REPLICAS = Text("no replicas: `weft rollout -- MODEL` starts one", "dim")
 
 
@@ -190,10 +201,11 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
         ColumnSpec("serves", _serves, is_prose=True),
         ColumnSpec("OpenAI API", lambda r: r.http_url, 1),
         ColumnSpec("seen", lambda r: f"{duration_from_proto(r.since_heartbeat):.1f} s ago", 2),
-        ColumnSpec("model", lambda r: r.model_name, 3),
     ]
-    are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
-    table = FittedTable("replicas", columns if are_mixed else columns[:-1], caption=_more(more))
+    for name, of in _MAY_DIFFER.items():
+        if len({*map(of, pool.replicas)}) > 1:
+            columns.append(ColumnSpec(name, of, 3))
+    table = FittedTable("replicas", columns, caption=_more(more))
     told = {(one.replica_id, one.message) for one in pool.problems if one.replica_id}
     for replica in replicas[:_MAX_REPLICAS]:
         name, why = replica.replica_id, replica.state_reason

@@ -52,6 +52,7 @@ class Capabilities:
         default="recompute", compare=False, metadata={"unset": "recompute"}
     )
     served_names: tuple[str, ...] = field(default=(), compare=False)
+    weft_version: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.num_receivers:

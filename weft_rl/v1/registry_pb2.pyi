@@ -88,6 +88,7 @@ class Capabilities(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    WEFT_VERSION_FIELD_NUMBER: _builtins.int
     BASE_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     BASE_DTYPE_FIELD_NUMBER: _builtins.int
@@ -117,6 +118,8 @@ class Capabilities(_message.Message):
     REFERENCE_DIGEST_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
+    weft_version: _builtins.str
+    """Weft's version."""
     base_fingerprint: _builtins.str
     """See ReferenceChunk.fingerprint."""
     architecture: _builtins.str
@@ -225,6 +228,7 @@ class Capabilities(_message.Message):
         self,
         *,
         engine_version: _builtins.str = ...,
+        weft_version: _builtins.str = ...,
         base_fingerprint: _builtins.str = ...,
         architecture: _builtins.str = ...,
         base_dtype: _types_pb2.DataType.ValueType = ...,
@@ -255,7 +259,7 @@ class Capabilities(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "reference_digest", b"reference_digest", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "reference_digest", b"reference_digest", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.linear_modules import MemoryModule
 from rollout_side.vllm_engine.server.architecture import ArchitectureModel
 from rollout_side.vllm_engine.worker.state import WorkerDeclaration
+from weft_rl import __version__
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.draft_layers import (
@@ -238,6 +239,7 @@ def make_capabilities(
     base_dtype = data_type(model.dtype)
     return Capabilities(
         engine_version=engine_version,
+        weft_version=__version__,
         base_fingerprint=reference.fingerprint,
         architecture=reference.architecture,
         base_dtype=base_dtype,

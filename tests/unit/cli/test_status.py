@@ -61,6 +61,18 @@ def test_a_usual_pool_fits_80_columns_without_breaking_a_word() -> None:
     assert "base@0  math@1" in other
 
 
+def test_what_replicas_run_is_shown_where_they_differ() -> None:
+    pool = pb.GetPoolResponse(replicas=[replica(n, vector(0)) for n in range(2)])
+    for each in pool.replicas:
+        each.capabilities.weft_version, each.capabilities.engine_version = "0.1.0", "0.26.0"
+    assert "Weft 0.1.0" not in shown(pool, 160)
+    pool.replicas[1].capabilities.engine_version = "0.32.0"
+    text = shown(pool, 160)
+    assert "Weft 0.1.0, vLLM 0.26.0" in text
+    assert "Weft 0.1.0, vLLM 0.32.0" in text
+    assert "tiny" not in text.partition("replica-0")[2]
+
+
 def test_an_empty_pool_says_what_starts_a_replica() -> None:
     for served in (None, vector(0)):  # bound to no base model yet, and once its replicas have left
         assert shown(pb.GetPoolResponse(version_vector=served, num_policies=1,
