@@ -18,11 +18,11 @@ from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
 from trainer_side.push_result import NOT_COPIED, CopyUsage, PushResult
 from trainer_side.pushes.content import Content
-from trainer_side.pushing import PushExecutor, under_way
+from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import Ranks, is_told, told
 from trainer_side.sources.source import reading
 from weft_rl import tracing
-from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
+from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.contract.options import check_choice
 from weft_rl.interrupts import Flag
 
@@ -136,11 +136,9 @@ class BackgroundPusher:
         self._memory = HostMemory(ranks)
         #: The last agreement of the ranks.
         self._agreement: _AgreeingThread | None = None
-        self._lock = threading.RLock()  # ``with`` it, an interrupt leaves it free, unlike the other
-        self._condition = threading.Condition(self._lock)
+        self._turn = pushing.turn
+        self._lock, self._condition = pushing.turn.beside, pushing.turn.changed
         self._queue: deque[_WaitingPush | _LeftCall] = deque()
-        self._is_running = False
-        self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def submit(self, request: PushRequest, when_busy: WhenBusy) -> Future[PushResult]:
@@ -163,14 +161,16 @@ class BackgroundPusher:
         Raises:
             InvalidRequestError: ``PUBLISHER_CLOSED``.
         """
-        self._pushing.turn.check(f"the push of {request.policy}")
+        self._turn.check(f"the push of {request.policy}")
         check_choice("when_busy", when_busy, WhenBusy)
         waiting = _WaitingPush(request, time.monotonic(), tracing.of_process().current())
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
         with self._lock:
-            _check_open(self._is_closed)
-            self._queue.append(waiting)
-            self._start()
+            self._turn.check_open()
+            self._put(waiting)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
+                self._thread.start()
         try:
             self._agree_whole(waiting, replace_earlier=when_busy == "replace")
         except WeftError as error:
@@ -187,7 +187,7 @@ class BackgroundPusher:
         Args:
             is_beside: True if the call is one of ``submit``, which waits for none.
         """
-        if self._is_closed:
+        if self._turn.is_closed:
             return
         if is_beside:
             if self._agreement is not None:
@@ -195,40 +195,20 @@ class BackgroundPusher:
             self._ranks.leave(error)
             return
         with self._lock:
-            is_idle = not self._queue and not self._is_running
+            is_idle = not self._turn.num_beside
             if not is_idle and not is_told(error):
-                self._queue.append(_LeftCall(error))
+                self._put(_LeftCall(error))
         if is_idle:
             self._pushing.leave(error)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
-            self._thread.start()
-
-    def wait_idle(self, call: str, deadline: float) -> None:
-        """Block until nothing runs or waits, at most until ``deadline``.
-
-        Args:
-            call: Name of the waiting call, for error messages.
-
-        Raises:
-            InvalidRequestError: ``PUBLISHER_CLOSED``; or as ``Turn.check``.
-            TransferTimeoutError: Something still does.
-        """
-        self._pushing.turn.check(call)
-        with self._lock:
-            _check_open(self._is_closed)
-            if not self._condition.wait_for(
-                lambda: not self._queue and not self._is_running,
-                max(0.0, deadline - time.monotonic()),
-            ):
-                raise under_way(call)
+    def _put(self, waiting: _WaitingPush | _LeftCall) -> None:
+        self._queue.append(waiting)
+        self._turn.num_beside += 1
 
     def close(self) -> None:
         """Refuse further pushes, carry out those that wait, end the thread and leave the link."""
         with self._lock:
-            self._is_closed = True
+            self._turn.is_closed = True
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -295,6 +275,7 @@ class BackgroundPusher:
         with self._lock:
             if waiting in self._queue:
                 self._queue.remove(waiting)
+                self._turn.num_beside -= 1
                 self._condition.notify_all()
 
     def _ahead(self, waiting: _WaitingPush) -> list[_WaitingPush]:
@@ -357,12 +338,11 @@ class BackgroundPusher:
         while True:
             with self._lock:
                 self._condition.wait_for(
-                    lambda: self._queue[0].is_ready if self._queue else self._is_closed
+                    lambda: self._queue[0].is_ready if self._queue else self._turn.is_closed
                 )
                 if not self._queue:
                     return
                 waiting = self._queue.popleft()
-                self._is_running = True
                 self._condition.notify_all()
             if isinstance(waiting, _LeftCall):
                 self._pushing.leave(waiting.error)
@@ -370,7 +350,7 @@ class BackgroundPusher:
                 self._carry_out(waiting)
             del waiting
             with self._lock:
-                self._is_running = False
+                self._turn.num_beside -= 1
                 self._condition.notify_all()
 
     def _carry_out(self, waiting: _WaitingPush) -> None:
@@ -402,12 +382,3 @@ def _no_room(request: PushRequest) -> TransferTimeoutError:
         f"{MAX_WAITING} pushes of {request.policy!r} wait already, and none of them began within "
         f"{request.timeout_seconds:g} s: this one was given up before its weights were copied"
     )
-
-
-def _check_open(is_closed: bool) -> None:
-    """Refuse a push of a Publisher that is closed."""
-    if is_closed:
-        raise InvalidRequestError(
-            "this Publisher is closed: make another one, or push inside its `with` block",
-            reason="PUBLISHER_CLOSED",
-        )

@@ -7,7 +7,6 @@ plane.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -24,12 +23,12 @@ from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.leases import NoticeQueue
 from trainer_side.pool.peer import SideGroupRank
 from trainer_side.pool.progress import reporter_for
-from trainer_side.push_request import PushOptions, PushRequest, PushSettings
+from trainer_side.push_request import PushOptions, PushSettings
 from trainer_side.push_result import PushResult
 from trainer_side.pushes.content import Model
 from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.pushing import PushExecutor
-from trainer_side.ranks.ranks import SENDER, Ranks, told
+from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.rollout_sleep import RolloutSleep
 from trainer_side.sources.named_source import Metadata, NamedTensors
@@ -245,7 +244,7 @@ class Publisher:
             TransferTimeoutError: The deadline passed; find out what happened before pushing again.
             WeftError: It was refused or failed for another reason; nothing changed.
         """
-        return self._push(
+        return self._pushing.push(
             self._settings.adapter(
                 model, policy, base, adapter_name, require, timeout_seconds, options
             )
@@ -280,7 +279,7 @@ class Publisher:
             UnsupportedError: ``draft``, and no replica takes one.
             WeftError: See ``push_adapter``.
         """
-        return self._push(
+        return self._pushing.push(
             self._settings.base(model, require, timeout_seconds, options, draft=draft)
         )
 
@@ -318,7 +317,7 @@ class Publisher:
                 ``draft``, and no replica takes one.
             WeftError: See ``push_adapter``.
         """
-        return self._push(
+        return self._pushing.push(
             self._settings.tensors(
                 tensors, metadata, require, timeout_seconds, options, draft=draft
             )
@@ -354,7 +353,7 @@ class Publisher:
             UnsupportedError: A kind of layer that cannot be merged so; names it.
             WeftError: See ``push_base``.
         """
-        return self._push(
+        return self._pushing.push(
             self._settings.merged(
                 model, adapter_name, require, timeout_seconds, options, draft=draft
             )
@@ -528,10 +527,8 @@ class Publisher:
     def _between_pushes(
         self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
     ) -> _T:
-        """Run ``work`` in step with the other ranks, once no push is under way. It gets the
-        coordinator client at the sender, None at other ranks."""
+        """Run ``work`` between pushes; see ``InStep``."""
         try:
-            self._background.wait_idle(call, deadline)
             return self._pushing.between_pushes(call, work, deadline)
         except BaseException as error:
             self._tell(error)
@@ -547,18 +544,6 @@ class Publisher:
         turn = self._pushing.turn
         if self._settings.ranks.size > 1 and turn.is_of_this_process and not turn.is_held_here:
             self._background.leave(error, is_beside=is_beside)
-
-    def _push(self, request: PushRequest) -> PushResult:
-        began = time.monotonic()
-        deadline = began + request.timeout_seconds
-        try:
-            # In the order of the calls, on every rank.
-            self._background.wait_idle(f"the push of {request.policy}", deadline)
-            return self._pushing.push(request, began=began, deadline=deadline)
-        except KeyboardInterrupt as interrupt:
-            self._tell(interrupt)
-            # Where it was, many calls deep, tells nobody anything.
-            raise told(KeyboardInterrupt(f"a push of {request.policy} was interrupted")) from None
 
 
 def _check_data_host(host: object) -> None:

@@ -17,7 +17,7 @@ from trainer_side.pool.peer import SideGroupRank
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
 from trainer_side.push_result import NOT_COPIED, CopyUsage, PushResult, report_of
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
-from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing, told
+from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, is_told, sharing, told
 from trainer_side.sources.base_content import PushedContent
 from trainer_side.sources.origin import KnownBases, TrainingBase
 from weft_rl import tracing
@@ -25,6 +25,7 @@ from weft_rl.contract.errors import (
     BaseMismatchError,
     InvalidRequestError,
     PeerUnavailableError,
+    StaleEpochError,
     TransferAbortedError,
     TransferTimeoutError,
     WeftError,
@@ -77,6 +78,14 @@ class PublisherLock:
         self._lock = threading.RLock()
         self._owner = 0
         self._pid = os.getpid()
+        #: Guards what follows; ``with`` it, an interrupt leaves it free, unlike the condition.
+        self.beside = threading.RLock()
+        #: Notified whenever a push beside the training is asked for, copied, begun or over.
+        self.changed = threading.Condition(self.beside)
+        #: Pushes beside the training that wait or run.
+        self.num_beside = 0
+        #: Whether further pushes are refused.
+        self.is_closed = False
 
     def check(self, call: str) -> None:
         """Refuse a call that could only wait for itself.
@@ -99,6 +108,28 @@ class PublisherLock:
                 f"{call}: this process was forked from {self._pid}, whose Publisher this is: it "
                 "has the connections and the leases. Make a Publisher here"
             )
+
+    def check_open(self) -> None:
+        """Refuse a push of a Publisher that is closed."""
+        if self.is_closed:
+            raise InvalidRequestError(
+                "this Publisher is closed: make another one, or push inside its `with` block",
+                reason="PUBLISHER_CLOSED",
+            )
+
+    def wait_idle(self, call: str, deadline: float) -> None:
+        """Block until no push beside the training runs or waits, at most until ``deadline``.
+
+        Raises:
+            InvalidRequestError: ``PUBLISHER_CLOSED``; or see ``check``.
+            TransferTimeoutError: One still does.
+        """
+        self.check(call)
+        with self.beside:
+            self.check_open()
+            seconds = max(0.0, deadline - time.monotonic())
+            if not self.changed.wait_for(lambda: not self.num_beside, seconds):
+                raise _under_way(call)
 
     @property
     def is_held_here(self) -> bool:
@@ -123,7 +154,7 @@ class PublisherLock:
         me = threading.get_ident()
         try:
             if not self._lock.acquire(timeout=seconds):
-                raise under_way(call)
+                raise _under_way(call)
             self._owner = me
             yield
         finally:
@@ -133,7 +164,7 @@ class PublisherLock:
                 self._lock.release()
 
 
-def under_way(call: str) -> TransferTimeoutError:
+def _under_way(call: str) -> TransferTimeoutError:
     """Return the error of a call that found no turn in its time."""
     return TransferTimeoutError(
         f"{call}: another push of this Publisher is still under way, and the time of this one is "
@@ -181,19 +212,19 @@ class PushExecutor:
         self,
         request: PushRequest,
         *,
-        began: float,
-        deadline: float | None = None,
+        began: float | None = None,
         is_replaced: Callable[[], bool] = lambda: False,
         parent: str = "",
         cost: CopyUsage = NOT_COPIED,
     ) -> PushResult:
         """Push one version; collective; block until every replica has switched or failed to.
 
+        One that is asked for by a caller who waits comes after those beside the training. Each has
+        the request's time, from this call on.
+
         Args:
             request: Request of the push; a failure to look at its model is that of every rank.
-            began: Time at which it was asked for, ``time.monotonic()``.
-            deadline: Deadline of the whole push, likewise; None is the request's timeout from now
-                on.
+            began: Time at which it was asked for, ``time.monotonic()``; None is now.
             is_replaced: Function called at the sender once the push's turn has come; true if a
                 later push replaced it.
             parent: Traceparent of the enclosing span, if that is not this thread's.
@@ -203,50 +234,57 @@ class PushExecutor:
             TransferAbortedError: ``REPLACED``.
             WeftError: The same on every rank; nothing changed.
         """
-        if deadline is None:
-            deadline = time.monotonic() + request.timeout_seconds
+        now = time.monotonic()
+        began, deadline = now if began is None else began, now + request.timeout_seconds
         call = f"the push of {request.policy}"
         failures: list[WeftError] = []
-        with (
-            self.turn.taken(call, deadline),
-            self._traced("weft.push", parent=parent, policy=request.policy) as span,
-            self._reported(request.policy),
-            self._at_call(),
-        ):
-            self._ranks.open(deadline, request.arguments)
-            while True:
-                plan = None
-                try:
-                    plan = self._agree(request, is_replaced, deadline)
-                    origin, begun = self._begin(request, plan, deadline, span)
-                    transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
-                    version = POLICY_VERSION.decode(begun.version)
-                    about_base = self._about_base(request, plan, origin, version, transfer)
-                    report = report_of(
-                        transfer,
-                        total_bytes=plan.push.num_bytes or transfer.total_bytes,
-                        seconds=time.monotonic() - began,
-                        source=plan.push.description,
-                        backend=plan.backend,
-                        cost=cost,
-                        remarks=(
-                            *(f"begun again, for {error}" for error in failures),
-                            *plan.remarks,
-                            *about_base,
-                        ),
-                    )
-                except WeftError as error:  # tried again until the deadline, if it may pass
-                    if not _may_pass(error):
-                        if before := _shown_before(failures, error):
-                            raise _with_text(error, before) from error
-                        raise
-                    self._begin_again(request, error, plan, deadline, failures)
-                    failures.append(error)
-                else:
-                    span.set(replicas=report.num_replicas, backend=report.backend)
-                    result = PushResult(version, report)
-                    self._log_success(result, begun, (*plan.push.remarks, *about_base))
-                    return result
+        try:
+            if not request.beside:  # in the order of the calls, on every rank
+                self.turn.wait_idle(call, deadline)
+            with (
+                self.turn.taken(call, deadline),
+                self._traced("weft.push", parent=parent, policy=request.policy) as span,
+                self._reported(request.policy),
+                self._at_call(),
+            ):
+                self._ranks.open(deadline, request.arguments)
+                while True:
+                    plan = None
+                    try:
+                        plan = self._agree(request, is_replaced, deadline)
+                        origin, begun = self._begin(request, plan, deadline, span)
+                        transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
+                        version = POLICY_VERSION.decode(begun.version)
+                        about_base = self._about_base(request, plan, origin, version, transfer)
+                        report = report_of(
+                            transfer,
+                            total_bytes=plan.push.num_bytes or transfer.total_bytes,
+                            seconds=time.monotonic() - began,
+                            source=plan.push.description,
+                            backend=plan.backend,
+                            cost=cost,
+                            remarks=(
+                                *(f"begun again, for {error}" for error in failures),
+                                *plan.remarks,
+                                *about_base,
+                            ),
+                        )
+                    except WeftError as error:  # tried again until the deadline, if it may pass
+                        if not _may_pass(error):
+                            if before := _shown_before(failures, error):
+                                raise _with_text(error, before) from error
+                            raise
+                        self._begin_again(request, error, plan, deadline, failures)
+                        failures.append(error)
+                    else:
+                        span.set(replicas=report.num_replicas, backend=report.backend)
+                        result = PushResult(version, report)
+                        self._log_success(result, begun, (*plan.push.remarks, *about_base))
+                        return result
+        except KeyboardInterrupt as interrupt:
+            # Where it was, many calls deep, tells nobody anything.
+            named = KeyboardInterrupt(f"a push of {request.policy} was interrupted")
+            raise (told(named) if is_told(interrupt) else named) from None
 
     @contextlib.contextmanager
     def _at_call(self) -> Iterator[None]:
@@ -285,9 +323,10 @@ class PushExecutor:
     def between_pushes(
         self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
     ) -> _T:
-        """Run ``work`` in step with the other ranks, once no push is under way. It gets the
-        coordinator client at the sender, None at other ranks."""
+        """Run ``work`` in step with the other ranks, once no push is under way or waits; see
+        ``InStep``."""
         client = self._sender_client
+        self.turn.wait_idle(call, deadline)
         with self.turn.taken(call, deadline), self._at_call():
             return work(self._ranks, client.coordinator if client is not None else None)
 
@@ -512,10 +551,18 @@ class PushExecutor:
             try:
                 with sharing(ranks) as shared:
                     if ranks.rank == SENDER:
-                        try:
-                            ended = self._client.carry_out(begun, push, finite, deadline)
-                        finally:
-                            push.end_sending()
+                        sender = None
+                        with self._client.carrying_out(begun, push):
+                            if is_under_way and push.sender is not None:
+                                # When the group is gone, only the coordinator knows why, or
+                                # whether the version was committed all the same.
+                                gone = contextlib.suppress(StaleEpochError, PeerUnavailableError)
+                                with gone, self._traced("weft.push.send"):
+                                    sender, sending = self._client.begin_sending(
+                                        begun, push, finite, deadline
+                                    )
+                                    sender.send(sending)
+                            ended = self._client.outcome(begun, push, deadline, sender)
                         shared.payload = ended.SerializeToString()
                 return pb.Transfer.FromString(shared.payload)
             except PeerUnavailableError as error:

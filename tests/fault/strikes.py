@@ -172,10 +172,10 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 def _trainer(strike: Strike) -> None:
     from trainer_side.packing.packer import Packer
-    from trainer_side.pool.client import PoolClient, PushSender
+    from trainer_side.pool.client import PoolClient
     from trainer_side.pushing import PushExecutor
     from weft_rl.transport.member import AttendStream
-    from weft_rl.transport.sender import SendingRank
+    from weft_rl.transport.sender import SendingRank, TransferSender
 
     match strike.point:
         case "before begin":
@@ -187,7 +187,7 @@ def _trainer(strike: Strike) -> None:
         case "before commit":
             _before(AttendStream, "send", strike, lambda self, message: message.HasField("staged"))
         case "inside commit":
-            _after(PushSender, "send", strike)
+            _after(TransferSender, "send", strike)
         case "after commit":
             _after(PushExecutor, "_carry_out", strike)
 
@@ -195,11 +195,10 @@ def _trainer(strike: Strike) -> None:
 def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
     from trainer_side.packing.packer import Packer
-    from trainer_side.pool.client import PushSender
     from trainer_side.pushes.rank_push import RankPushFactory
     from trainer_side.pushing import PushExecutor
     from weft_rl.transport.member import AttendStream
-    from weft_rl.transport.sender import SendingRank
+    from weft_rl.transport.sender import SendingRank, TransferSender
 
     match strike.point:
         case "before begin":
@@ -211,7 +210,7 @@ def _sending_rank(strike: Strike) -> None:
         case "before commit":
             _before(AttendStream, "send", strike, lambda self, message: message.HasField("staged"))
         case "inside commit":
-            _after(PushSender, "send", strike)
+            _after(TransferSender, "send", strike)
         case "after commit":
             _after(PushExecutor, "_carry_out", strike)
 

@@ -291,16 +291,23 @@ def test_a_push_that_blocks_looks_again_before_anything_is_committed(
 @pytest.fixture
 def interrupted(monkeypatch):
     """Has the first attempt of the next push end for a reason that passes; calls what is set."""
-    original, between = PoolClient.carry_out, []
+    original, between = PoolClient.outcome, []
 
-    def carry_out(client, *rest):
+    def outcome(client, *rest):
         if between:
             between.pop()()
             client.end(error := PeerUnavailableError("the last replica is lost"))
             raise error
         return original(client, *rest)
 
-    monkeypatch.setattr(PoolClient, "carry_out", carry_out)
+    def begin_sending(client, *rest):
+        if between:
+            raise PeerUnavailableError("the last replica is lost")
+        return sending(client, *rest)
+
+    sending = PoolClient.begin_sending
+    monkeypatch.setattr(PoolClient, "begin_sending", begin_sending)
+    monkeypatch.setattr(PoolClient, "outcome", outcome)
     return between
 
 

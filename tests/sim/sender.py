@@ -1,4 +1,4 @@
-"""Sender of side groups: models ``trainer_side.pool.client.PushSender`` and a clone's source."""
+"""Sender of side groups: models ``weft_rl.transport.sender``."""
 
 from __future__ import annotations
 

@@ -295,6 +295,8 @@ class Packer:
         for nth in held:
             wire = self.wire(nth)
             wire.copy_(old[nth % len(old)][: wire.numel()])
+        if self._device.type == "cuda":  # they are sent as whatever was digested: at once
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _made_buffers(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return as many buffers as are in flight, each large enough for any bucket. Large enough
@@ -346,18 +348,58 @@ class Packer:
         return self.buffers[nth % len(self.buffers)]
 
 
+# Layouts whose views are kept: a base, its merged form, some adapters.
+_MAX_PACKERS = 4
+
+
+class PackerCache:
+    """Packers of a sender's last pushes, in the same buffers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._packers: list[Packer] = []
+
+    def find(self, packing: PackedLayout, backend: str) -> Packer:
+        """Return the packer of a packing; a new one uses the buffers of the former ones. Those of
+        which it cannot use every buffer are dropped, and their memory with them."""
+        for kept in self._packers:
+            if kept.packing is packing:
+                return kept
+        largest = max((packer.buffers for packer in self._packers), key=len, default=[])
+        made = Packer(packing, largest, self._device, backend)
+        most = largest if _are_among(made.buffers, largest) else made.buffers
+        former = [p for p in self._packers[1 - _MAX_PACKERS :] if _are_among(p.buffers, most)]
+        self._packers = [*former, made]
+        return made
+
+    def keep_only(self, packer: Packer) -> None:
+        """Drop the other packers, whose buffers are not safe to use."""
+        self._packers = [packer]
+
+    def clear(self) -> None:
+        """Drop all packers."""
+        self._packers = []
+
+
+def _are_among(some: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> bool:
+    return all(any(own is buffer for buffer in buffers) for own in some)
+
+
 class PackedBuckets:
-    """Buckets of one push, as a packer fills them; see ``weft_rl.transport.sender.Buckets``.
+    """Buckets of one push, as a packer fills them; see ``weft_rl.transport.sender.HeldBuckets``.
 
     Args:
         packer: Packer of the reader's packing.
         reader: Content of the push.
         nonce: Nonce of the transfer.
         finite: Refuse NaN and infinities.
+        packers: All packers of the sender.
     """
 
-    def __init__(self, packer: Packer, reader: Reader, nonce: int, finite: bool) -> None:
-        self.packer, self._reader = packer, reader
+    def __init__(
+        self, packer: Packer, reader: Reader, nonce: int, finite: bool, packers: PackerCache
+    ) -> None:
+        self._packer, self._packers, self._reader = packer, packers, reader
         self._nonce, self._finite = nonce, finite
         packing = packer.packing
         self.manifest, self.plan, self.sender = packing.manifest, packing.plan, packing.sender
@@ -369,7 +411,7 @@ class PackedBuckets:
     def make(self, index: int, on_progress: Callable[[], None]) -> SealedBucket:
         """See ``Buckets``: read a bucket's elements, digest and seal it."""
         try:
-            packed = self.packer.pack(
+            packed = self._packer.pack(
                 index, self._reader, self._nonce, finite=self._finite, on_progress=on_progress
             )
             if index + 1 == len(self.plan.sent_by(self.sender)):
@@ -391,11 +433,12 @@ class PackedBuckets:
 
     def wire(self, index: int) -> torch.Tensor:
         """See ``Buckets``."""
-        return self.packer.wire(index)
+        return self._packer.wire(index)
 
     def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers; see ``Packer.move``."""
-        self.packer.move(held)
+        """See ``HeldBuckets``."""
+        self._packer.move(held)
+        self._packers.keep_only(self._packer)
 
 
 def _begin(run: Run, part: Part, meta: TensorMeta) -> int:

@@ -1,8 +1,4 @@
-"""Client of the pool at the ranks that send: begin at rank 0, send, learn the outcome.
-
-One file, because a push is followed through both of its classes at once: rank 0's client decides
-which group it sends in, and the sender, when the group is lost, asks it where to go on.
-"""
+"""Client of the pool at the ranks that send: begin, join the group, learn the outcome."""
 
 from __future__ import annotations
 
@@ -10,16 +6,12 @@ import contextlib
 import logging
 import secrets
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator
 
 import grpc
 import torch
 
-from trainer_side.packing.packer import PackedBuckets, PackedLayout, Packer, Reader
+from trainer_side.packing.packer import PackedBuckets, PackerCache, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
 from trainer_side.pool.coordinator_client import CoordinatorClient, data_address
 from trainer_side.pool.progress import PushReporter
@@ -42,7 +34,6 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Listing, Manifest
 from weft_rl.contract.names import BASE_POLICY
-from weft_rl.interrupts import on_own_thread
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
     POLICY_VERSION,
@@ -52,8 +43,7 @@ from weft_rl.rpc.codec import (
 )
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.transport.group import same_stream
-from weft_rl.transport.sender import MembersLostError, Progress, SenderProgress, SendingRank
+from weft_rl.transport.sender import Progress, ResumableProgress, TransferSender
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -63,40 +53,6 @@ _log = logging.getLogger(__name__)
 _VERDICT_SECONDS = 2.0
 # Why a call may have been carried out though it has failed.
 _UNANSWERED = ("COORDINATOR_AWAY", "DEADLINE")
-_STAND_BY_SECONDS = 1.0
-# Layouts whose views are kept: a base, its merged form, some adapters.
-_MAX_PACKERS = 4
-
-#: Finds the place in the group that a transfer continues in, if it is another than this one.
-FindGroup = Callable[[str], GroupTicket | None]
-
-
-class Outcome(Protocol):
-    """Outcome of a push that may still be unknown: a call under way, a future."""
-
-    def done(self) -> bool:
-        """Return whether the outcome is known."""
-
-    def add_done_callback(self, fn: Callable[[Any], None]) -> Any:
-        """Call ``fn`` when the outcome is known, on any thread."""
-
-
-@dataclass(kw_only=True)
-class PushProgress(SenderProgress):
-    """Progress of one push at a rank that sends; it outlives the groups that carry it."""
-
-    packed: PackedBuckets
-    """Its buckets."""
-    find_group: FindGroup
-    """See ``PushSender.begin``."""
-
-
-def _is_known_or_moved(outcome: Outcome, rank: SendingRank) -> bool:
-    return outcome.done() or rank.successor is not None
-
-
-def _was_dropped(error: Exception) -> bool:
-    return isinstance(error, WeftError) and error.reason == "EPOCH_FENCED"
 
 
 class PoolClient:
@@ -308,47 +264,34 @@ class PoolClient:
             return kept if over == backend else ""
         return sender.ticket.group_id if sender.suits(backend, self._selection) else ""
 
-    def carry_out(
-        self,
-        begun: pb.BeginTransferResponse,
-        push: RankPush,
-        check_finite: bool,
-        deadline: float,
-    ) -> pb.Transfer:
-        """Send, or let the other ranks send, then return the outcome. The group is kept if all went
-        well."""
-        if not begun.HasField("group"):  # a retried call of a push that has ended
-            return self._outcome(begun, deadline, None)
-        sender, tracer = None, tracing.of_process()
+    @contextlib.contextmanager
+    def carrying_out(self, begun: pb.BeginTransferResponse, push: RankPush) -> Iterator[None]:
+        """Let a push be sent, and its outcome awaited, inside the ``with``. If that fails it is
+        given up, and the error names the replicas that had begun to load it in place."""
         try:
-            if push.sender is None:
-                return self._stay_out(begun, push, deadline)
-            # When the group is gone, only the coordinator knows why, or whether the
-            # version was committed all the same.
-            gone = contextlib.suppress(StaleEpochError, PeerUnavailableError)
-            with gone, tracer.span("weft.push.send"):
-                progress = self._progress(begun, push)
-                self.reporter.waits_for("the replicas to get ready")
-                sender = self._sender_for(begun, deadline)
-                sending = sender.begin(
-                    push,
-                    transfer_id=begun.transfer_id,
-                    nonce=begun.nonce,
-                    deadline=deadline,
-                    progress=progress,
-                    check_finite=check_finite,
-                    find_group=lambda known: self._group_now(begun, known, deadline),
-                )
-                sender.send(sending)
-            with tracer.span("weft.push.await"):
-                return self._outcome(begun, deadline, sender)
+            yield
         except BaseException as error:
-            self.give_up(begun, error)
-            if names := self._lost_weights(begun, error):
-                if isinstance(error, WeftError):
-                    raise with_lost_weights(error, names) from error
-                _log.error("%s", lost_weights(names))
+            if begun.HasField("group"):  # else a retried call of a push that has ended
+                self.give_up(begun, error)
+                if names := self._lost_weights(begun, error):
+                    if isinstance(error, WeftError):
+                        raise with_lost_weights(error, names) from error
+                    _log.error("%s", lost_weights(names))
             raise
+        finally:
+            push.end_sending()
+
+    def begin_sending(
+        self, begun: pb.BeginTransferResponse, push: RankPush, finite: bool, deadline: float
+    ) -> tuple[PushSender, ResumableProgress]:
+        """Join the push's group; return the sender there and what it is to send."""
+        progress = self._progress(begun, push)
+        self.reporter.waits_for("the replicas to get ready")
+        sender = self._sender_for(begun, deadline)
+        sending = sender.begin(begun, push, finite, deadline)
+        sending.progress = progress
+        sending.find_group = lambda known: self._group_now(begun, known, deadline)
+        return sender, sending
 
     def attend(self, begun: pb.BeginTransferResponse, deadline: float) -> None:
         """Come to the group of a push before steps that may take long. A group that no rank comes
@@ -356,24 +299,6 @@ class PoolClient:
         if begun.HasField("group"):
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 self._sender_for(begun, deadline)
-
-    def _stay_out(
-        self,
-        begun: pb.BeginTransferResponse,
-        push: RankPush,
-        deadline: float,
-    ) -> pb.Transfer:
-        """Return the outcome of a push that other ranks send, who alone are in its group."""
-        progress = self._progress(begun, push)
-        with tracing.of_process().span("weft.push.await"):
-            push.add_up()
-            transfer = self._outcome(begun, deadline, None)
-            if progress is not None:  # what is released is told to those who send
-                progress(transfer.num_buckets_verified, transfer.num_buckets)
-        group = begun.group
-        is_same = transfer.epoch == group.epoch  # else its name is known to them alone
-        self._others_group = (group.group_id, group.backend) if is_same else ("", "")
-        return transfer
 
     def _progress(self, begun: pb.BeginTransferResponse, push: RankPush) -> Progress | None:
         """Return the push's progress function; None if nobody wants to know."""
@@ -423,10 +348,19 @@ class PoolClient:
     def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
         return TICKET.decode(group, coordinator=self.coordinator.target, host=self._host)
 
-    def _outcome(
-        self, begun: pb.BeginTransferResponse, deadline: float, sender: PushSender | None
+    def outcome(
+        self,
+        begun: pb.BeginTransferResponse,
+        push: RankPush,
+        deadline: float,
+        sender: PushSender | None = None,
     ) -> pb.Transfer:
-        """Wait for the commit, the sender standing by; the wait outlives the coordinator."""
+        """Wait for the commit and return the outcome, the sender standing by; the wait outlives the
+        coordinator. The group is kept if all went well."""
+        is_sent_by_others = begun.HasField("group") and push.sender is None
+        progress = self._progress(begun, push) if is_sent_by_others else None
+        if is_sent_by_others:
+            push.add_up()
         request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
 
         def ask(left: float) -> pb.AwaitTransferResponse:
@@ -437,9 +371,15 @@ class PoolClient:
                 sender.stand_by(call)
             return call.result()
 
-        transfer = self.coordinator.call(ask, deadline, "the replicas to switch").transfer
+        with tracing.of_process().span("weft.push.await"):
+            transfer = self.coordinator.call(ask, deadline, "the replicas to switch").transfer
         self._is_open = False
         self.coordinator.leases.published(begun.version.policy)
+        if progress is not None:  # what is released is told to those who send
+            progress(transfer.num_buckets_verified, transfer.num_buckets)
+        if is_sent_by_others:  # in a group of theirs alone
+            group, is_same = begun.group, transfer.epoch == begun.group.epoch
+            self._others_group = (group.group_id, group.backend) if is_same else ("", "")
         return transfer
 
     def give_up(
@@ -481,39 +421,14 @@ class PoolClient:
         return ""
 
 
-class PushSender:
-    """Sending rank of a side group, kept across pushes while membership stays.
-
-    Used by one thread; the group's stream has a thread of its own.
-
-    Args:
-        ticket: Place of the sender in its group.
-        device: Device of its buffers.
-        credentials: Credentials to show to the coordinator; by default this process's.
-    """
+class PushSender(TransferSender):
+    """Sender of the pushes of one rank, which are packed into the same buffers."""
 
     def __init__(
-        self,
-        ticket: GroupTicket,
-        device: torch.device,
-        credentials: Credentials | None = None,
+        self, ticket: GroupTicket, device: torch.device, credentials: Credentials | None = None
     ) -> None:
-        self.device = device
-        self._credentials = credentials
-        #: Packers of the last pushes, in the same buffers.
-        self._packers: list[Packer] = []
-        self._last: PushProgress | None = None
-        self._rank = self._join(ticket)
-
-    @property
-    def ticket(self) -> GroupTicket:
-        """Current place of the sender in its group; another one after members were lost."""
-        return self._rank.ticket
-
-    @property
-    def usable(self) -> bool:
-        """True if the group can carry a further push."""
-        return self._rank.usable
+        super().__init__(ticket, device, credentials)
+        self._packers = PackerCache(device)
 
     def suits(self, backend: str, selection: BackendSelection) -> bool:
         """Return whether the group suits a further push over a backend; an accelerator may have
@@ -521,142 +436,22 @@ class PushSender:
         wanted = backend, selection.device_of(backend)
         return self.usable and (self.ticket.backend, self.device) == wanted
 
-    def wait_attended(self) -> None:
-        """See ``SendingRank``."""
-        self._rank.wait_attended()
-
-    def report_packing(self, transfer_id: str) -> None:
-        """Report in a kept group that this rank is at work for a transfer."""
-        self._rank.report_packing(transfer_id)
-
     def begin(
-        self,
-        reader: Reader,
-        *,
-        transfer_id: str,
-        nonce: int,
-        deadline: float,
-        progress: Progress | None = None,
-        check_finite: bool = False,
-        find_group: FindGroup = lambda group_id: None,
-    ) -> PushProgress:
-        """Make the state of a push that this rank is to ``send``; sends nothing yet.
+        self, begun: pb.BeginTransferResponse, reader: Reader, finite: bool, deadline: float
+    ) -> ResumableProgress:
+        """Make the state of a push that this rank is to ``send``; packs nothing yet.
 
         Args:
             reader: Content of the push as this rank sends it. It is read once, in order, whatever
                 happens.
-            transfer_id, nonce: Id and nonce of the transfer.
+            finite: Check each packed bucket for NaN and infinities.
             deadline: ``time.monotonic()`` at which to give up.
-            progress: Function called after each release with buckets verified by all, and in all.
-            check_finite: Check each packed bucket for NaN and infinities.
-            find_group: Function asked with the id of a group that was dropped before this rank came
-                to it: there it could not be told where the transfer continues.
         """
-        packer = self._packer_for(reader.packing)
-        buckets = PackedBuckets(packer, reader, nonce, check_finite)
-        self._last = PushProgress(
-            transfer_id, buckets, deadline, progress, packed=buckets, find_group=find_group
-        )
-        return self._last
-
-    def send(self, sending: PushProgress) -> bytes:
-        """Send the buckets that are not verified yet, in as many groups as it takes; each is kept
-        until all receivers have verified it.
-
-        Blocks until the last bucket was released. Extra memory is the packer's buffers, and as many
-        more while a group is replaced that cannot be aborted (gloo's).
-
-        Returns:
-            The content digest.
-
-        Raises:
-            NotFiniteError: A tensor holds NaN or infinity; the other ranks were told.
-            TransferTimeoutError: The deadline passed.
-            WeftError: The transfer was aborted, with its reason; or the reader
-                failed, and then the other ranks were told.
-        """
-        while True:
-            rank = self._rank
-            try:
-                return rank.send(sending)
-            except Exception as error:
-                moves = (
-                    isinstance(error, MembersLostError | WeftError) and not sending.packed.spoiled
-                )
-                if moves and rank.successor is None and _was_dropped(error):
-                    rank.successor = sending.find_group(rank.ticket.group_id)
-                if not moves or rank.successor is None:
-                    rank.give_up(sending.transfer_id, error)
-                    raise
-                self._rejoin(rank, rank.successor, sending)
-
-    def stand_by(self, outcome: Outcome) -> None:
-        """Stay a member until the transfer's outcome is known; block until then.
-
-        A replica may be lost after the last bucket: the survivors then agree once
-        more in another group, which needs its sender.
-
-        Args:
-            outcome: AwaitTransfer under way; its failure is for the caller to see.
-        """
-        outcome.add_done_callback(lambda _: self._rank.wake())
-        while not outcome.done():
-            rank = self._rank
-            # Bounded, since the callback may have woken a former rank.
-            rank.wait(partial(_is_known_or_moved, outcome, rank), _STAND_BY_SECONDS)
-            if rank.successor is not None and self._last is not None:
-                try:
-                    self.send(self._last)
-                except WeftError as error:
-                    _log.info("could not resume in another group: %s", error)
-                    return
-
-    def _rejoin(self, old: SendingRank, successor: GroupTicket, sending: PushProgress) -> None:
-        """Resume in the next group, with other buffers where the old ones are not safe to use."""
-        released = old.num_released(sending.transfer_id)
-        sending.num_released = max(sending.num_released, released)
-        are_safe = on_own_thread(old.leave)
-        self._rank = self._join(successor)
-        if not are_safe:
-            first = bisect_left(sending.indices, sending.num_released)
-            held = range(first, len(sending.digests))
-            sending.packed.move(held)
-            if self.device.type == "cuda":  # they are sent as whatever was digested: at once
-                torch.cuda.current_stream(self.device).synchronize()
-            self._packers = [sending.packed.packer]
-
-    def _join(self, ticket: GroupTicket) -> SendingRank:
-        """Join a group, which is left again if this is interrupted."""
-        in_stream = same_stream(self.device)
-
-        def join() -> SendingRank:
-            with in_stream():
-                return SendingRank(ticket, self.device, self._credentials)
-
-        return on_own_thread(join, SendingRank.leave)
-
-    def abort(self, error: WeftError) -> None:
-        """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
-        self._rank.abort(error)
+        packer = self._packers.find(reader.packing, self.ticket.backend)
+        buckets = PackedBuckets(packer, reader, begun.nonce, finite, self._packers)
+        return ResumableProgress(transfer_id=begun.transfer_id, buckets=buckets, deadline=deadline)
 
     def close(self) -> None:
-        """Leave the group; block at most 10 s."""
-        on_own_thread(self._rank.leave)
-        self._packers = []
-
-    def _packer_for(self, packing: PackedLayout) -> Packer:
-        """Return the packer of a packing; a new one uses the buffers of the former ones. Those of
-        which it cannot use every buffer are dropped, and their memory with them."""
-        for kept in self._packers:
-            if kept.packing is packing:
-                return kept
-        largest = max((packer.buffers for packer in self._packers), key=len, default=[])
-        made = Packer(packing, largest, self.device, self.ticket.backend)
-        most = largest if _are_among(made.buffers, largest) else made.buffers
-        former = [p for p in self._packers[1 - _MAX_PACKERS :] if _are_among(p.buffers, most)]
-        self._packers = [*former, made]
-        return made
-
-
-def _are_among(some: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> bool:
-    return all(any(own is buffer for buffer in buffers) for own in some)
+        """Leave the group, and give the buffers up; block at most 10 s."""
+        super().close()
+        self._packers.clear()

@@ -107,14 +107,7 @@ class SideGroupRank:
 
         def send() -> None:
             with in_stream():
-                sending = sender.begin(
-                    push,
-                    transfer_id=begun.transfer_id,
-                    nonce=begun.nonce,
-                    deadline=deadline,
-                    check_finite=finite,
-                )
-                sender.send(sending)
+                sender.send(sender.begin(begun, push, finite, deadline))
                 sender.stand_by(over)
 
         def run() -> None:

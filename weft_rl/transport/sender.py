@@ -1,7 +1,8 @@
 """Sender of a side group, which keeps each bucket until all receivers have verified it.
 
-A ``SendingRank`` is one membership. It knows neither where the bytes come from (a trainer's
-model, a replica's own copy) nor what they are: ``Buckets`` makes each when its turn has come.
+A ``SendingRank`` is one membership, a ``TransferSender`` one after another. They know neither where
+the bytes come from (a trainer's model, a replica's own copy) nor what they are: ``Buckets`` makes
+each when its turn has come.
 How far a transfer is outlives a membership (``SenderProgress``): a push whose members are lost is
 sent on by another membership, in another group; a clone never is.
 
@@ -18,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,11 +31,11 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan
-from weft_rl.interrupts import ThreadWaker
+from weft_rl.interrupts import ThreadWaker, on_own_thread
 from weft_rl.rpc.codec import TICKET, content_to_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.group import Operation
+from weft_rl.transport.group import Operation, same_stream
 from weft_rl.transport.member import Membership
 from weft_rl.transport.progress import seconds_to_report
 from weft_rl.transport.wire.buckets import SealedBucket
@@ -45,10 +46,13 @@ _log = logging.getLogger(__name__)
 
 # How often a sender looks whether the others have come to their end, too.
 _SUM_SECONDS = 0.0005
+_STAND_BY_SECONDS = 1.0
 
 #: Called once the receivers are ready and after each release, with (buckets verified by all,
 #: buckets in all).
 Progress = Callable[[int, int], None]
+#: Finds the place in the group that a transfer continues in, if it is another than the named one.
+FindGroup = Callable[[str], GroupTicket | None]
 
 
 class Buckets(Protocol):
@@ -93,6 +97,18 @@ class Buckets(Protocol):
         device."""
 
 
+class HeldBuckets(Buckets, Protocol):
+    """Buckets of a transfer that may resume in another group."""
+
+    @property
+    def spoiled(self) -> bool:
+        """True if they failed, or hold what must not be sent: no other group helps."""
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers; done when it returns. Operations that nobody can
+        stop may still read the old ones."""
+
+
 @dataclass
 class SenderProgress:
     """One transfer's progress; it outlives the groups that carry it."""
@@ -118,6 +134,26 @@ class SenderProgress:
     def indices(self) -> Sequence[int]:
         """Indices of the transfer's buckets that are sent here, ascending."""
         return self.buckets.plan.sent_by(self.buckets.sender)
+
+
+@dataclass(kw_only=True)
+class ResumableProgress(SenderProgress):
+    """Progress of a transfer that may resume in another group."""
+
+    buckets: HeldBuckets
+    find_group: FindGroup = lambda group_id: None
+    """Function asked with the id of a group that was dropped before this rank came to it: there it
+    could not be told where the transfer continues."""
+
+
+class Outcome(Protocol):
+    """Outcome of a transfer that may still be unknown: a call under way, a future."""
+
+    def done(self) -> bool:
+        """Return whether the outcome is known."""
+
+    def add_done_callback(self, fn: Callable[[Any], None]) -> Any:
+        """Call ``fn`` when the outcome is known, on any thread."""
 
 
 class MembersLostError(Exception):
@@ -428,3 +464,132 @@ class SendingRank:
 def _tell_progress(sending: SenderProgress) -> None:
     if sending.progress is not None:
         sending.progress(sending.num_released, sending.num_buckets)
+
+
+class TransferSender:
+    """Sender of one transfer after another, in the group that each of them continues in.
+
+    Kept across transfers while membership stays. Used by one thread; the group's stream has a
+    thread of its own.
+
+    Args:
+        ticket: Place of the sender in its group.
+        device: Device of its buffers.
+        credentials: Credentials to show to the coordinator; by default this process's.
+    """
+
+    def __init__(
+        self,
+        ticket: GroupTicket,
+        device: torch.device,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.device = device
+        self._credentials = credentials
+        self._last: ResumableProgress | None = None
+        self._rank = self._join(ticket)
+
+    @property
+    def ticket(self) -> GroupTicket:
+        """Current place of the sender in its group; another one after members were lost."""
+        return self._rank.ticket
+
+    @property
+    def usable(self) -> bool:
+        """True if the group can carry a further transfer."""
+        return self._rank.usable
+
+    def wait_attended(self) -> None:
+        """See ``SendingRank``."""
+        self._rank.wait_attended()
+
+    def report_packing(self, transfer_id: str) -> None:
+        """Report in a kept group that this rank is at work for a transfer."""
+        self._rank.report_packing(transfer_id)
+
+    def send(self, sending: ResumableProgress) -> bytes:
+        """Send the buckets that are not verified yet, in as many groups as it takes; each is kept
+        until all receivers have verified it.
+
+        Blocks until the last bucket was released. Extra memory is the buffers, and as many more
+        while a group is replaced that cannot be aborted (gloo's).
+
+        Returns:
+            The content digest.
+
+        Raises:
+            TransferTimeoutError: The deadline passed.
+            WeftError: The transfer was aborted, with its reason; or the buckets failed, and then
+                the other ranks were told.
+        """
+        self._last = sending
+        while True:
+            rank = self._rank
+            try:
+                return rank.send(sending)
+            except Exception as error:
+                moves = isinstance(error, MembersLostError | WeftError)
+                moves = moves and not sending.buckets.spoiled
+                if moves and rank.successor is None and _was_dropped(error):
+                    rank.successor = sending.find_group(rank.ticket.group_id)
+                if not moves or rank.successor is None:
+                    rank.give_up(sending.transfer_id, error)
+                    raise
+                self._rejoin(rank, rank.successor, sending)
+
+    def stand_by(self, outcome: Outcome) -> None:
+        """Stay a member until the outcome of the last transfer is known; block until then.
+
+        A replica may be lost after the last bucket: the survivors then agree once
+        more in another group, which needs its sender.
+
+        Args:
+            outcome: AwaitTransfer under way; its failure is for the caller to see.
+        """
+        outcome.add_done_callback(lambda _: self._rank.wake())
+        while not outcome.done():
+            rank = self._rank
+            # Bounded, since the callback may have woken a former rank.
+            rank.wait(partial(_is_known_or_moved, outcome, rank), _STAND_BY_SECONDS)
+            if rank.successor is not None and self._last is not None:
+                try:
+                    self.send(self._last)
+                except WeftError as error:
+                    _log.info("could not resume in another group: %s", error)
+                    return
+
+    def _rejoin(self, old: SendingRank, successor: GroupTicket, sending: ResumableProgress) -> None:
+        """Resume in the next group, with other buffers where the old ones are not safe to use."""
+        released = old.num_released(sending.transfer_id)
+        sending.num_released = max(sending.num_released, released)
+        are_safe = on_own_thread(old.leave)
+        self._rank = self._join(successor)
+        if not are_safe:
+            first = bisect_left(sending.indices, sending.num_released)
+            sending.buckets.move(range(first, len(sending.digests)))
+
+    def _join(self, ticket: GroupTicket) -> SendingRank:
+        """Join a group, which is left again if this is interrupted."""
+        in_stream = same_stream(self.device)
+
+        def join() -> SendingRank:
+            with in_stream():
+                return SendingRank(ticket, self.device, self._credentials)
+
+        return on_own_thread(join, SendingRank.leave)
+
+    def abort(self, error: WeftError) -> None:
+        """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
+        self._rank.abort(error)
+
+    def close(self) -> None:
+        """Leave the group; block at most 10 s."""
+        on_own_thread(self._rank.leave)
+
+
+def _is_known_or_moved(outcome: Outcome, rank: SendingRank) -> bool:
+    return outcome.done() or rank.successor is not None
+
+
+def _was_dropped(error: Exception) -> bool:
+    return isinstance(error, WeftError) and error.reason == "EPOCH_FENCED"

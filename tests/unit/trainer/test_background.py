@@ -263,7 +263,7 @@ def test_the_sender_says_which_pushes_are_replaced(ranks, caller):
     on_all(caller, ranks, "ask", "d", when_busy="replace")
     for trainer in ranks:
         trainer.let_go(9)
-        trainer.background.wait_idle("a push", time.monotonic() + 20)
+        trainer.turn.wait_idle("a push", time.monotonic() + 20)
     assert [trainer.pushed for trainer in ranks] == [["a", "b", "d"]] * 2
 
 

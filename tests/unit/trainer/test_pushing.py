@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,9 +66,32 @@ def _pushing(ranks: OneRank, client: Any = None) -> PushExecutor:
     return PushExecutor(ranks, client, RankPushFactory(ranks, None), SimpleNamespace())  # type: ignore[arg-type]
 
 
+class _Sending:
+    """The sender's client, which sends by ``send`` alone."""
+
+    def __init__(self, send: Callable[[Any], object] = lambda push: None) -> None:
+        self._send = send
+
+    @contextmanager
+    def carrying_out(self, begun: Any, push: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            push.end_sending()
+
+    def attend(self, *rest: Any) -> None:
+        pass
+
+    def begin_sending(self, begun: Any, push: Any, *rest: Any) -> Any:
+        return SimpleNamespace(send=self._send), push
+
+    def outcome(self, *rest: Any) -> pb.Transfer:
+        return pb.Transfer()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_reading_of_a_push_that_fails_has_ended_at_every_rank(rank: int) -> None:
-    def carry_out(begun: Any, push: Any, *rest: Any) -> None:
+    def send(push: Any) -> None:
         push.fill(packing.runs[0], [torch.empty(4)])
         raise CapacityError("full")
 
@@ -76,9 +100,7 @@ def test_the_reading_of_a_push_that_fails_has_ended_at_every_rank(rank: int) -> 
     push = GatheredPush(source, ranks, packing)
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     with pytest.raises(CapacityError):
-        _pushing(ranks, SimpleNamespace(carry_out=carry_out))._carry_out(
-            begun, push, False, time.monotonic() + 5
-        )
+        _pushing(ranks, _Sending(send))._carry_out(begun, push, False, time.monotonic() + 5)
     assert source.told == ["read", "end"]
 
 
@@ -123,7 +145,7 @@ def test_a_push_that_is_refused_brings_nothing_together() -> None:
     plan = SimpleNamespace(push=push, adapter=None, backend="gloo")
     pushing._agree = lambda *rest: plan  # type: ignore[assignment, return-value]
     pushing._begin = refuse  # type: ignore[method-assign]
-    request: Any = SimpleNamespace(timeout_seconds=5, policy="base", arguments={})
+    request: Any = SimpleNamespace(timeout_seconds=5, policy="base", arguments={}, beside=0)
     with pytest.raises(InvalidManifestError):
         pushing.push(request, began=0.0)
     assert source.told == []
@@ -179,7 +201,7 @@ def test_a_gather_that_fails_at_one_rank_ends_the_push_at_all(
 def test_a_push_that_has_ended_already_brings_nothing_together(linked: list[TorchRanks]) -> None:
     """Its begin was asked again."""
     sources = [_Shards(), _Shards()]
-    client = SimpleNamespace(attend=lambda *rest: None, carry_out=lambda *rest: pb.Transfer())
+    client = _Sending()
 
     def push(rank: int) -> pb.Transfer:
         pushing = _pushing(linked[rank], None if rank else client)
@@ -209,9 +231,8 @@ def test_a_push_that_gathers_nothing_agrees_once_before_it_is_sent(
 ) -> None:
     ranks, source = _Counted(), _Shards()
     push = _shard_push(ranks, source, gathers=gathers)
-    client = SimpleNamespace(attend=lambda *rest: None, carry_out=lambda *rest: pb.Transfer())
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
-    _pushing(ranks, client)._carry_out(begun, push, False, time.monotonic() + 5)
+    _pushing(ranks, _Sending())._carry_out(begun, push, False, time.monotonic() + 5)
     assert ranks.num_agreed == num_agreed
 
 
@@ -228,7 +249,7 @@ def test_a_push_that_is_given_up_says_why_it_was_begun_again_before() -> None:
     pushing = _pushing(OneRank(), SimpleNamespace(end=lambda error: None, reporter=PushReporter()))
     pushing._agree = fail  # type: ignore[method-assign]
     pushing._begin_again = lambda *rest: None  # type: ignore[method-assign]
-    request: Any = SimpleNamespace(timeout_seconds=5, policy="base", arguments={})
+    request: Any = SimpleNamespace(timeout_seconds=5, policy="base", arguments={}, beside=0)
     with pytest.raises(TransferTimeoutError) as caught:
         pushing.push(request, began=0.0)
     assert caught.value.message == (

@@ -74,7 +74,7 @@ def test_its_success_is_shown_as_that_of_any_push() -> None:
     shown: list[tuple[str, int, int]] = []
     others = Others()
     client = client_of(Coordinator(transfer), lambda *said: shown.append(said))
-    assert client.carry_out(BEGUN, others, False, time.monotonic() + 5) == transfer
+    assert client.outcome(BEGUN, others, time.monotonic() + 5) == transfer
     assert shown == [("base@3", 4, 4)]
     assert others.added == 1
 
@@ -84,8 +84,11 @@ def test_its_failure_is_told_and_says_what_it_has_cost(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "error_from_rpc", lambda error: verdict)
     coordinator = Coordinator(PeerUnavailableError("it died"))
     client = client_of(coordinator, lambda *said: None)
-    with pytest.raises(PeerUnavailableError, match="replica-0 had begun to load it in place"):
-        client.carry_out(BEGUN, Others(), False, time.monotonic() + 5)
+    with (
+        pytest.raises(PeerUnavailableError, match="replica-0 had begun to load it in place"),
+        client.carrying_out(BEGUN, Others()),
+    ):
+        client.outcome(BEGUN, Others(), time.monotonic() + 5)
     assert [repr(error) for error in coordinator.aborted] == [repr(PeerUnavailableError("it died"))]
 
 
@@ -108,5 +111,5 @@ def test_the_coordinator_has_time_to_say_why_a_push_ended_at_its_deadline() -> N
 
     client = client_of(Late(pb.Transfer()), lambda *said: None)
     with pytest.raises(TransferTimeoutError, match="waited for the replicas to switch"):
-        client._outcome(BEGUN, time.monotonic() + 5, None)
+        client.outcome(BEGUN, Others(), time.monotonic() + 5)
     assert 5.5 < waited[0] < 10

@@ -57,7 +57,7 @@ class _Sender:
         self._error = error
         self.in_streams: list[str] = []
 
-    def begin(self, push: HeldPush, **kwargs: Any) -> HeldPush:
+    def begin(self, begun: Any, push: HeldPush, *rest: Any) -> HeldPush:
         return push
 
     def send(self, push: HeldPush) -> None:
