@@ -168,17 +168,26 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, guard: Guard, on_refused: Callable[[str], None] | None = None) -> None:
         self._guard = guard
         self._on_refused = on_refused or (lambda _: None)
+        #: By method, its handler and the wrapped one, which remembers messages that it has checked.
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the method's handler."""
+        """Return the method's handler, wrapped; it is asked for with each call."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:
             return None
+        known, wrapped = self._wrapped.get(method, (None, None))
+        if known is not handler:
+            wrapped = self._wrap(handler, method)
+            self._wrapped[method] = handler, wrapped
+        return wrapped
+
+    def _wrap(self, handler: Any, method: str) -> Any:
         is_ours = method.startswith(_PREFIX)
         # Channelz, which cannot be guarded so, is served where nobody is asked.
         if not is_ours and (is_open(method.lstrip("/")) or not self._guard.asks):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from weft_rl.contract.errors import InvalidRequestError, WeftError
-from weft_rl.rpc import bounds, codec
+from weft_rl.rpc import bounds, codec, inbound
 from weft_rl.rpc.bounds import check
 from weft_rl.rpc.inbound import RefusedMessage, parser
 from weft_rl.v1 import (
@@ -182,3 +185,23 @@ def test_a_large_message_is_cut_each_time_it_comes() -> None:
     for _ in range(2):
         assert len(parse(whole).report.dirty_reason) == 1500
         assert len(parse(long).report.dirty_reason) == 2000
+
+
+async def test_a_large_message_is_checked_once_however_many_calls_bring_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(inbound, "check", checked.append)
+    parse = registry_pb2.HeartbeatRequest.FromString
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: None, parse)
+
+    async def find(details: Any) -> Any:
+        return handler
+
+    interceptor = inbound.EdgeInterceptor(SimpleNamespace(asks=False))  # type: ignore[arg-type]
+    details: Any = SimpleNamespace(method="/weft.v1.RegistryService/Heartbeat")
+    beat = _beat("d" * 1500)
+    for _ in range(2):
+        found = await interceptor.intercept_service(find, details)
+        assert found.request_deserializer(beat.SerializeToString()) == beat
+    assert checked == [beat]
