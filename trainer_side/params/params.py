@@ -388,7 +388,7 @@ def _walk(
     buffers: dict[str, torch.Tensor] = {}
     tables: list[Table] = []
     seen: set[int] = set()
-    heads: dict[int, str] = {}
+    first: dict[int, str] = {}
     waiting = [("", module)]
     while waiting:
         prefix, part = waiting.pop()
@@ -401,13 +401,12 @@ def _walk(
         for name, param in part._parameters.items():
             if param is None:
                 continue
-            if id(param) not in seen:
-                seen.add(id(param))
-                named[prefix + name] = param
-                if is_output_layer(prefix[:-1]):
-                    heads[id(param)] = prefix + name
-            elif head := heads.pop(id(param), None):  # checkpoints have the embedding's name
-                named[prefix + name] = named.pop(head)
+            known = first.setdefault(id(param), prefix + name)
+            if known == prefix + name:
+                named[known] = param
+            elif is_output_layer(known.rpartition(".")[0]):  # checkpoints have the embedding's name
+                first[id(param)] = prefix + name
+                named[prefix + name] = named.pop(known)
         if held := _persistent(part):
             tables.append(cast(Table, part._buffers))
             buffers.update({prefix + name: buffer for name, buffer in held.items()})

@@ -16,38 +16,39 @@ from weft_rl.contract.errors import InvalidManifestError
 class DataType(enum.IntEnum):
     """Element type on the wire; numbers are those of ``weft.v1.DataType``."""
 
-    FLOAT32 = 1
-    FLOAT16 = 2
-    BFLOAT16 = 3
-    FLOAT64 = 4
-    FLOAT8_E4M3FN = 5
-    FLOAT8_E5M2 = 6
-    INT8 = 7
-    INT16 = 8
-    INT32 = 9
-    INT64 = 10
-    UINT8 = 11
-    BOOL = 12
+    FLOAT32 = 1, 4, "F32", True
+    FLOAT16 = 2, 2, "F16", True
+    BFLOAT16 = 3, 2, "BF16", True
+    FLOAT64 = 4, 8, "F64", True
+    FLOAT8_E4M3FN = 5, 1, "F8_E4M3"
+    FLOAT8_E5M2 = 6, 1, "F8_E5M2"
+    INT8 = 7, 1, "I8"
+    INT16 = 8, 2, "I16"
+    INT32 = 9, 4, "I32"
+    INT64 = 10, 8, "I64"
+    UINT8 = 11, 1, "U8"
+    BOOL = 12, 1, "BOOL"
 
-    @property
-    def itemsize_bytes(self) -> int:
-        """Bytes of one element."""
-        return _ITEMSIZE[self]
+    itemsize_bytes: int
+    """Bytes of one element."""
+    safetensors_name: str
+    """Name in the headers of safetensors files (``BF16``)."""
+    is_float: bool
+    """True if a sender may cast it to another float type."""
 
-    @property
-    def is_float(self) -> bool:
-        """True if a sender may cast it to another float type."""
-        return self in _FLOATS
+    def __new__(
+        cls, number: int, itemsize_bytes: int = 0, name: str = "", is_float: bool = False
+    ) -> DataType:
+        member = int.__new__(cls, number)
+        member._value_ = number
+        member.itemsize_bytes, member.safetensors_name = itemsize_bytes, name
+        member.is_float = is_float
+        return member
 
     @property
     def torch_name(self) -> str:
-        """Its name in torch (``bfloat16``)."""
+        """Name in torch (``bfloat16``)."""
         return self.name.lower()
-
-    @property
-    def safetensors_name(self) -> str:
-        """Its name in the headers of safetensors files (``BF16``)."""
-        return _SAFETENSORS_NAMES[self]
 
     @classmethod
     def of_safetensors(cls, name: str) -> DataType | None:
@@ -55,36 +56,7 @@ class DataType(enum.IntEnum):
         return _OF_SAFETENSORS.get(name)
 
 
-_ITEMSIZE = {
-    DataType.FLOAT32: 4,
-    DataType.FLOAT16: 2,
-    DataType.BFLOAT16: 2,
-    DataType.FLOAT64: 8,
-    DataType.FLOAT8_E4M3FN: 1,
-    DataType.FLOAT8_E5M2: 1,
-    DataType.INT8: 1,
-    DataType.INT16: 2,
-    DataType.INT32: 4,
-    DataType.INT64: 8,
-    DataType.UINT8: 1,
-    DataType.BOOL: 1,
-}
-_SAFETENSORS_NAMES = {
-    DataType.FLOAT32: "F32",
-    DataType.FLOAT16: "F16",
-    DataType.BFLOAT16: "BF16",
-    DataType.FLOAT64: "F64",
-    DataType.FLOAT8_E4M3FN: "F8_E4M3",
-    DataType.FLOAT8_E5M2: "F8_E5M2",
-    DataType.INT8: "I8",
-    DataType.INT16: "I16",
-    DataType.INT32: "I32",
-    DataType.INT64: "I64",
-    DataType.UINT8: "U8",
-    DataType.BOOL: "BOOL",
-}
-_OF_SAFETENSORS = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
-_FLOATS = frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT64})
+_OF_SAFETENSORS = {dtype.safetensors_name: dtype for dtype in DataType}
 
 
 @dataclass(frozen=True, slots=True)
