@@ -15,11 +15,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 _T = TypeVar("_T")
 # Of one wait for what has a deadline of its own.
 _LONG_SECONDS = 60.0
+
+#: Longest that a thread works or waits before it can report: it reports at least every 2 s.
+PROGRESS_SECONDS: Final = 1.0
+
+#: What a step that takes long calls, often, with how far it is and of how much.
+OnProgress = Callable[[int, int], None]
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Ignore progress: an ``OnProgress`` for steps that nobody watches."""
 
 
 class ThreadWaker:
@@ -175,6 +185,10 @@ class OwnThread(Generic[_T]):
             late, result = self._late, self._results.pop()
             OwnThread(lambda: late(result)).start()
 
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until the work has ended, at most ``timeout_seconds``; return whether it has."""
+        return self._ended.wait(timeout_seconds)
+
     def result(self) -> _T:
         """Block until the work has ended, and return or raise its result; called once."""
         while not self._ended.wait(_LONG_SECONDS):
@@ -212,3 +226,22 @@ def on_own_thread(work: Callable[[], _T], late: Callable[[_T], object] | None = 
     except BaseException:
         running.leave()
         raise
+
+
+def report_while(work: Callable[[], _T], on_progress: Callable[[], None]) -> _T:
+    """Run a call that can neither be cut nor report on a thread of its own, and report meanwhile.
+
+    For one call into a library whose length is known to be its own affair (a driver that
+    locks pages, communicators that form): it counts as work for as long as it lasts.
+
+    Args:
+        on_progress: Called at least every ``PROGRESS_SECONDS``; what it raises ends the wait, and
+            the work continues unattended.
+
+    Raises:
+        BaseException: The error that ``work`` raised.
+    """
+    running = OwnThread(work).start()
+    while not running.wait(PROGRESS_SECONDS):
+        on_progress()
+    return running.result()

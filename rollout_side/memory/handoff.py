@@ -47,11 +47,11 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.interrupts import PROGRESS_SECONDS
 from weft_rl.ipc.connection import PeerError, PeerGoneError, connect_unix
 from weft_rl.ipc.handshake import Handshake, derive
 from weft_rl.ipc.listener import Listener
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
 #: Seconds without progress in which an engine may finish its layers after the last bucket.

@@ -26,8 +26,8 @@ from torch.multiprocessing import reductions
 from rollout_side.config import Staging
 from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import CapacityError, NotReadyError
+from weft_rl.interrupts import OnProgress, ignore_progress, report_while
 from weft_rl.transport.group import CPU
-from weft_rl.transport.progress import OnProgress, ignore_progress, report_while
 
 _GIB = 2**30
 #: Memory is made and copied in slices of so much, which take a fraction of a second.

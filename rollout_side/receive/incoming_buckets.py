@@ -32,11 +32,11 @@ from rollout_side.memory.versions import (
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, PeerUnavailableError
 from weft_rl.contract.manifest import SLICE_ALIGN_BYTES, Listing, Manifest, Run, SendPlan, align_up
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.interrupts import report_while
 from weft_rl.tracing import Span
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
-from weft_rl.transport.progress import report_while
 from weft_rl.transport.wire.buckets import BucketMemory, bucket_sums, start_bucket, start_runs
 from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket, BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb

@@ -37,12 +37,12 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan, transfer_plan
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
+from weft_rl.interrupts import OnProgress, report_while
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
 from weft_rl.transport.member import AttendStream, FetchedManifests, GroupEndedError, Membership
-from weft_rl.transport.progress import OnProgress, report_while
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 

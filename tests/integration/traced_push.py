@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -71,6 +72,20 @@ class Trace:
 
     def _of_this_thread(self) -> str:
         return self._process.get(threading.current_thread(), "")
+
+    def idle_threads(self) -> deque[interrupts._Worker]:
+        """Make a queue of idle threads that lends each only to the process that started it."""
+        trace = self
+
+        class OfOneProcess(deque[interrupts._Worker]):
+            def pop(self) -> interrupts._Worker:  # type: ignore[override]
+                mine = trace._of_this_thread()
+                for worker in [each for each in self if trace._process.get(each) == mine]:
+                    self.remove(worker)
+                    return worker
+                raise IndexError
+
+        return OfOneProcess()
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
         if not self.on or event != "call":
@@ -145,6 +160,7 @@ def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     until(lambda: not interrupts._IDLE)  # threads of no process here, which would make its calls
     with ExitStack() as stack:
         trace = stack.enter_context(Trace())
+        monkeypatch.setattr(interrupts, "_IDLE", trace.idle_threads())
         with trace.process("coordinator"):
             coordinator = Pool(
                 folder / "weft.db",

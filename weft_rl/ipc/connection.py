@@ -209,6 +209,13 @@ class Connection(Generic[_M]):
             raise
         return message, fds[0] if fds else None
 
+    def receive_message(self, timeout_seconds: float | None = None) -> _M:
+        """Receive a message; a descriptor that comes along is closed. Raises as ``receive``."""
+        message, fd = self.receive(timeout_seconds)
+        if fd is not None:
+            os.close(fd)
+        return message
+
     def poll(self, timeout_seconds: float | None) -> bool:
         """Return whether ``receive`` finds the beginning of a message, or the end; waits for that
         at most ``timeout_seconds``, None without limit."""

@@ -19,6 +19,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft_rl.interrupts import PROGRESS_SECONDS, report_while
 from weft_rl.transport.backends import (
     SENDER_RANK,
     Backend,
@@ -26,7 +27,6 @@ from weft_rl.transport.backends import (
     open_backend,
     works_to_hold,
 )
-from weft_rl.transport.progress import PROGRESS_SECONDS, report_while
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.options import WHOLE, ArrivedBucket, BucketOptions
 

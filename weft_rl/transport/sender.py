@@ -31,13 +31,12 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan
-from weft_rl.interrupts import ThreadWaker, on_own_thread
+from weft_rl.interrupts import PROGRESS_SECONDS, ThreadWaker, on_own_thread
 from weft_rl.rpc.codec import TICKET, content_to_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation, same_stream
 from weft_rl.transport.member import Membership
-from weft_rl.transport.progress import seconds_to_report
 from weft_rl.transport.wire.buckets import SealedBucket
 from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
@@ -394,7 +393,7 @@ class SendingRank:
 
     def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
         woken = partial(self._changed.wait_for, lambda: ready() or self._is_over())
-        while not woken(seconds_to_report(deadline)):
+        while not woken(max(0.0, min(PROGRESS_SECONDS, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
             self._say(pb.ACTIVITY_WAITING)

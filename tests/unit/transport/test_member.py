@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
+from weft_rl import interrupts
 from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
-from weft_rl.transport import member, progress
+from weft_rl.transport import member
 from weft_rl.transport.group import CPU, Operation, SideGroup
 from weft_rl.transport.member import Progress
 from weft_rl.transport.wire.options import WHOLE, BucketOptions
@@ -100,7 +101,7 @@ def test_a_wait_ends_with_its_deadline_or_its_group() -> None:
 
 
 def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr(interrupts, "PROGRESS_SECONDS", 0.001)
     go_on, spoken = threading.Event(), []
 
     def work() -> int:
@@ -112,22 +113,22 @@ def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyP
         if len(spoken) == 3:
             go_on.set()
 
-    assert progress.report_while(work, on_progress) == 7
+    assert interrupts.report_while(work, on_progress) == 7
     assert len(spoken) >= 3
     with pytest.raises(ZeroDivisionError):
-        progress.report_while(lambda: 1 // 0, lambda: None)
+        interrupts.report_while(lambda: 1 // 0, lambda: None)
     go_on.clear()
 
     def give_up() -> None:
         raise TransferAbortedError("aborted meanwhile")
 
     with pytest.raises(TransferAbortedError):
-        progress.report_while(work, give_up)
+        interrupts.report_while(work, give_up)
     go_on.set()
 
 
 def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr(interrupts, "PROGRESS_SECONDS", 0.001)
     formed, spoken = threading.Event(), []
 
     class Backend:

@@ -290,7 +290,7 @@ class OneSidedReceiver:
             with self._lock:
                 self._connection = connection
             self._check()
-            welcome = connection.hear(_WELCOME_SECONDS)
+            welcome = connection.receive_message(_WELCOME_SECONDS)
             if not isinstance(welcome, Welcome):
                 raise OneSidedError(f"the sender began with {type(welcome).__name__}")
             check_secret(connection, welcome.secret, digest, _SENDER)
@@ -502,7 +502,7 @@ class _Member:
         earlier undefined."""
         with contextlib.suppress(PeerError):
             while self.mapped:
-                message = self.connection.hear()
+                message = self.connection.receive_message()
                 if isinstance(message, Withdrawn):
                     self.mapped.pop(message.export_id, None)
 
@@ -663,7 +663,7 @@ class OneSidedSender:
                 member.say(work)
 
     def _recognise(self, connection: MemberConnection) -> _Member:
-        hello = connection.hear()
+        hello = connection.receive_message()
         if not isinstance(hello, Hello):
             raise OneSidedError(f"{connection.peer} began with {type(hello).__name__}")
         if hello.rank not in self._digests or hello.rank in self._members:
@@ -675,7 +675,7 @@ class OneSidedSender:
 
     def _hear(self, member: _Member) -> None:
         try:
-            message = member.connection.hear()
+            message = member.connection.receive_message()
         except PeerError as error:
             raise OneSidedError(f"rank {member.rank} is gone: {error}") from error
         if isinstance(message, Left):

@@ -8,7 +8,6 @@ Source: docs/protocol.md, One-sided.
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -175,10 +174,3 @@ class MemberConnection(Connection[Message]):
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected, MESSAGES)
-
-    def hear(self, timeout_seconds: float | None = None) -> Message:
-        """Receive a message; a descriptor that comes along is closed. Raises as ``receive``."""
-        message, fd = self.receive(timeout_seconds)
-        if fd is not None:
-            os.close(fd)
-        return message

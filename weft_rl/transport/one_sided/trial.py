@@ -161,7 +161,7 @@ def why_not_readable(
             connection = MemberConnection(connect(name, max(0.001, deadline - time.monotonic())))
             try:
                 connection.send(asked, fd)
-                tried = connection.hear(deadline - time.monotonic())
+                tried = connection.receive_message(deadline - time.monotonic())
             finally:
                 connection.close()
             if tried != Tried(secret):
