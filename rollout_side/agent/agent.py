@@ -32,8 +32,8 @@ from rollout_side.engine import (
     SleepOrder,
 )
 from rollout_side.waits import seconds_to_tick
-from weft_rl.contract.errors import WeftError
-from weft_rl.contract.names import PolicyVersion, VersionVector, check_counted
+from weft_rl.contract.errors import NotReadyError, StaleEpochError, WeftError
+from weft_rl.contract.names import HEAD_ROOM, PolicyVersion, VersionVector, check_counted
 from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, ReplicaReport, ReplicaWork
 from weft_rl.rpc.channel import local_address_towards, split_target
 
@@ -103,6 +103,29 @@ class Drainer:
 #: How long one thing may hold the event loop before it is reported as work.
 _LOOP_SECONDS = 2.0
 _WILDCARDS = {"0.0.0.0", "::", ""}
+
+
+def _objection(known: OrderSource, order: OrderSource) -> WeftError | None:
+    """Return why an order is not of the coordinator that has answered so; None if it may be."""
+    if order.pool_id and known.pool_id and order.pool_id != known.pool_id:
+        return NotReadyError(
+            f"the order is of pool {order.pool_id[:80]}, and this replica belongs to pool "
+            f"{known.pool_id}: an address leads to another replica than before. To move this "
+            "one, restart it with that pool's coordinator",
+            reason="POOL_MISMATCH",
+            metadata={"pool_id": known.pool_id, "given": order.pool_id[:80]},
+        )
+    for what, given, told in (
+        ("coordinator generation", order.generation, known.generation),
+        ("epoch", order.epoch, known.epoch + HEAD_ROOM),
+        ("number", order.number, known.number + HEAD_ROOM),
+    ):
+        if given > told:
+            return StaleEpochError(
+                f"the order is of {what} {given}, to which this replica's coordinator has not "
+                "counted"
+            )
+    return None
 
 
 class Agent:
@@ -333,7 +356,7 @@ class Agent:
         check_counted("order number", order.number)
         # An answer that is on its way may be older than the order: the one after it counts.
         enough, deadline = self._num_told + 2, time.monotonic() + _CONFIRM_SECONDS
-        while self._told is not None and (error := self._told.objection(order)) is not None:
+        while self._told is not None and (error := _objection(self._told, order)) is not None:
             if self._num_told >= enough or time.monotonic() >= deadline:
                 raise error
             self.hurry()

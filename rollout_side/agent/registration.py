@@ -22,11 +22,10 @@ from weft_rl.contract.errors import (
     NotReadyError,
     PeerUnavailableError,
     RequestConflictError,
-    StaleEpochError,
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.names import HEAD_ROOM, PolicyVersion, VersionVector, check_counted
+from weft_rl.contract.names import PolicyVersion, VersionVector, check_counted
 from weft_rl.contract.replica_report import (
     AbsentPolicy,
     DrainNote,
@@ -86,28 +85,6 @@ class OrderSource:
     """Epoch of the side group that is to be joined; 0 for none."""
     number: int = 0
     """Number of an order to refuse requests; 0 for none."""
-
-    def objection(self, order: OrderSource) -> WeftError | None:
-        """Return why an order is not of the coordinator that has answered so; None if it may be."""
-        if order.pool_id and self.pool_id and order.pool_id != self.pool_id:
-            return NotReadyError(
-                f"the order is of pool {order.pool_id[:80]}, and this replica belongs to pool "
-                f"{self.pool_id}: an address leads to another replica than before. To move this "
-                "one, restart it with that pool's coordinator",
-                reason="POOL_MISMATCH",
-                metadata={"pool_id": self.pool_id, "given": order.pool_id[:80]},
-            )
-        for what, given, told in (
-            ("coordinator generation", order.generation, self.generation),
-            ("epoch", order.epoch, self.epoch + HEAD_ROOM),
-            ("number", order.number, self.number + HEAD_ROOM),
-        ):
-            if given > told:
-                return StaleEpochError(
-                    f"the order is of {what} {given}, to which this replica's coordinator has not "
-                    "counted"
-                )
-        return None
 
 
 @dataclass(frozen=True)
