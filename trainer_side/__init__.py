@@ -4,8 +4,7 @@ Needs torch, grpcio and protobuf; never vLLM.
 """
 
 from trainer_side.publisher import Publisher
-from trainer_side.push_request import PushOptions
-from trainer_side.push_result import PushReport, PushResult
+from trainer_side.push_request import PushOptions, PushReport, PushResult
 from trainer_side.rollouts.client import RolloutClient
 from trainer_side.rollouts.images import ImagePrompt
 from trainer_side.rollouts.sample import PaddedBatch, Sample, SampleGroup, pad

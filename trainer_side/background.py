@@ -15,8 +15,7 @@ from functools import partial
 from typing import Literal
 
 from trainer_side.params.snapshot import HostMemory
-from trainer_side.push_request import PushRequest
-from trainer_side.push_result import NOT_COPIED, CopyUsage, PushResult
+from trainer_side.push_request import NOT_COPIED, CopyUsage, PushRequest, PushResult
 from trainer_side.pushes.content import Content
 from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import Ranks, is_told, told

@@ -18,13 +18,11 @@ import torch.distributed as dist
 
 from trainer_side.background import BackgroundPusher, WhenBusy
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.pool.client import PoolClient
+from trainer_side.pool.client import PoolClient, reporter_for
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.leases import NoticeQueue
 from trainer_side.pool.peer import SideGroupRank
-from trainer_side.pool.progress import reporter_for
-from trainer_side.push_request import PushOptions, PushSettings
-from trainer_side.push_result import PushResult
+from trainer_side.push_request import PushOptions, PushResult, PushSettings
 from trainer_side.pushes.content import Model
 from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.pushing import PushExecutor

@@ -1,12 +1,12 @@
-"""Requests of single pushes: what users pass, checked before anything else happens, and planned."""
+"""Single pushes: requests, checked before anything else happens, their plans, and their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,10 +21,10 @@ from trainer_side.pushes.content import (
 )
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory, packs_on_device
 from trainer_side.ranks.ranks import SENDER, Ranks
-from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
+from trainer_side.sources.source import Adapter
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
-from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, plural
 from weft_rl.contract.options import (
     DEFAULT_BASE,
     Require,
@@ -108,11 +108,7 @@ _BASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PushRequest:
-    """Request of one push; the same on every rank.
-
-    Raises:
-        InvalidRequestError: A setting that cannot be right.
-    """
+    """Request of one push; the same on every rank."""
 
     policy: str
     content: Callable[[], Content]
@@ -128,10 +124,6 @@ class PushRequest:
     """Options of the push, as text; empty at a rank that only follows rank 0."""
     beside: int = 0
     """Number of the call, if the push is carried out beside the training; else 0."""
-
-    def __post_init__(self) -> None:
-        check_replicas(self.require)
-        check_seconds("timeout_seconds", self.timeout_seconds)
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -284,6 +276,10 @@ class PushSettings:
         said: str,
         base: RequestedBase = RequestedBase(),
     ) -> PushRequest:
+        if require is not None:
+            check_replicas(require)
+        if timeout_seconds is not None:
+            check_seconds("timeout_seconds", timeout_seconds)
         return PushRequest(
             policy=policy,
             kind=kind,
@@ -417,3 +413,139 @@ def check_model(model: object, method: str, *, directories: bool = True) -> None
     are_tensors = isinstance(model, Iterable) and not isinstance(model, str | bytes)
     hint = ": push_tensors takes named tensors" if are_tensors else ""
     raise InvalidRequestError(f"{method} takes {wanted}, not {type(model).__name__}{hint}")
+
+
+# -- results ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CopyUsage:
+    """Cost of the copy that an async push sends; see ``PushReport``."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+#: Cost of a push that reads the model in place.
+NOT_COPIED = CopyUsage()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """Cost of a push as the coordinator measured it, with remarks on its outcome."""
+
+    total_bytes: int
+    """Payload of the version, in bytes; each replica received as much."""
+    num_replicas: int
+    """Replicas that served the version when the push ended; ``remarks`` names the others."""
+    seconds: float
+    """Time from the call until every replica had switched, or had failed to."""
+    forming_seconds: float
+    """Time from the request to begin until every receiver was ready."""
+    staging_seconds: float
+    """Time from then until every receiver had verified the last bucket."""
+    committing_seconds: float
+    """Time from then until every replica served the version."""
+    pause_seconds: float
+    """Longest time that a replica paused generation."""
+    source: str
+    """Kind of trainer and of model that was read."""
+    backend: str
+    """Backend that carried the bytes: "one-sided", "nccl" or "gloo"."""
+    backend_reason: str
+    """Reason for this backend, and against those that the pool would have preferred."""
+    copied_bytes: int = 0
+    """Bytes that this rank copied to host memory before an async push returned; 0 for a push that
+    blocks."""
+    copying_seconds: float = 0.0
+    """Time that the copy took, which the call blocked for."""
+    copies_memory_bytes: int = 0
+    """Host memory that this rank's publisher holds for copies, of this push and others; it is used
+    again."""
+    remarks: tuple[str, ...] = ()
+    """Facts that success does not tell, each a sentence: replicas that did not switch and why, a
+    quantised base, a base that is not the one that the adapter was trained on."""
+
+    def __repr__(self) -> str:
+        """Return the cost in short; the fields have all of it."""
+        return f"PushReport({self._cost()})"
+
+    def _cost(self) -> str:
+        text = (
+            f"{self.total_bytes:,} bytes to {plural(self.num_replicas, 'replica')} in "
+            f"{self.seconds:.3f} s over {self.backend}"
+        )
+        return f"{text}, {plural(len(self.remarks), 'remark')}" if self.remarks else text
+
+
+class PushResult(NamedTuple):
+    """Version that a push made, and the push's report."""
+
+    version: PolicyVersion
+    """Version that the replicas serve, for example ``math@17``."""
+    report: PushReport
+    """Cost and remarks of the push."""
+
+    def __str__(self) -> str:
+        """Return the version alone: ``math@17``."""
+        return str(self.version)
+
+    def __repr__(self) -> str:
+        """Return version and cost in short."""
+        return f"PushResult({self.version}, {self.report._cost()})"
+
+
+def report_of(
+    transfer: pb.Transfer,
+    *,
+    total_bytes: int,
+    seconds: float,
+    source: str,
+    backend: str,
+    remarks: Sequence[str],
+    cost: CopyUsage = NOT_COPIED,
+) -> PushReport:
+    """Return the report of a push from its ended transfer.
+
+    Args:
+        backend: Backend that was to carry the bytes, if the transfer does not say.
+        remarks: The trainer's own remarks; those on replicas that do not serve it follow.
+    """
+    return PushReport(
+        total_bytes=total_bytes,
+        num_replicas=len(transfer.serving_replica_ids),
+        seconds=seconds,
+        forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
+        staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
+        committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
+        pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
+        source=source,
+        backend=transfer.backend or backend,
+        backend_reason=transfer.backend_reason,
+        copied_bytes=cost.num_bytes,
+        copying_seconds=cost.seconds,
+        copies_memory_bytes=cost.memory_bytes,
+        remarks=(*remarks, *missing_replicas(transfer)),
+    )
+
+
+def missing_replicas(transfer: pb.Transfer) -> tuple[str, ...]:
+    """Return a sentence for each replica that does not serve a committed push, with the reason."""
+    if not transfer.replica_ids:
+        count = len(transfer.serving_replica_ids)
+        return (
+            "the coordinator was restarted before it had told how the push ended: it is "
+            f"committed, and {count} of the replicas in contact by then served it; the others "
+            "catch up",
+        )
+    before = set(transfer.lost_replica_ids)
+    return tuple(
+        f"{refusal.replica_id} does not serve it: {_when(refusal.replica_id in before)}, "
+        f"{refusal.message} [{refusal.reason}]"
+        for refusal in transfer.refusals
+    )
+
+
+def _when(before_commit: bool) -> str:
+    return "it was lost before the commit" if before_commit else "it did not switch at the commit"

@@ -14,12 +14,20 @@ from typing import TypeVar
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import SideGroupRank
-from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
-from trainer_side.push_result import NOT_COPIED, CopyUsage, PushResult, report_of
+from trainer_side.push_request import (
+    NOT_COPIED,
+    CopyUsage,
+    PushPlan,
+    PushRequest,
+    PushResult,
+    check_replicas,
+    plan_push,
+    report_of,
+)
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, is_told, sharing, told
+from trainer_side.sources.adapter_source import KnownBases, TrainingBase
 from trainer_side.sources.base_content import PushedContent
-from trainer_side.sources.origin import KnownBases, TrainingBase
 from weft_rl import tracing
 from weft_rl.contract.errors import (
     BaseMismatchError,

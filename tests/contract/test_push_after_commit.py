@@ -9,7 +9,7 @@ import pytest
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import LEFT_DIRTY, LOAD_FAILED
-from trainer_side.push_result import missing_replicas
+from trainer_side.push_request import missing_replicas
 from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,

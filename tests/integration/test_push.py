@@ -92,7 +92,9 @@ def test_many_buckets_are_released_in_turn_and_reported(pool, engines, tmp_path)
     ) as publisher:
         base = Model(seed=3)
         publisher.push_base(base)
-        peak = sum(b.numel() for b in publisher._pushing._client._sender._packers._packers[0].buffers)
+        peak = sum(
+            b.numel() for b in publisher._pushing._client._sender._packers._packers[0].buffers
+        )
         largest = max(p.numel() * 4 for p in base.parameters())
     assert same(engines[0].base, weights(base))
     assert same(engines[1].base, weights(base))

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
-from trainer_side.push_result import PushResult
+from trainer_side.push_request import PushResult
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import check_name
 

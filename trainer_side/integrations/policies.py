@@ -9,8 +9,7 @@ import torch
 
 from trainer_side.params.choose import unwrap
 from trainer_side.publisher import Publisher
-from trainer_side.push_request import PushOptions
-from trainer_side.push_result import PushResult
+from trainer_side.push_request import PushOptions, PushResult
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY
 

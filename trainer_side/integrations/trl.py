@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
-from trainer_side.push_result import PushResult
+from trainer_side.push_request import PushResult
 from trainer_side.rollouts.client import RolloutClient
 from trainer_side.rollouts.sample import SampleGroup
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Literal
 
 import grpc
 import torch
@@ -14,10 +15,9 @@ import torch
 from trainer_side.packing.packer import PackedBuckets, PackerCache, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
 from trainer_side.pool.coordinator_client import CoordinatorClient, data_address
-from trainer_side.pool.progress import PushReporter
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import SENDER
-from trainer_side.sources.adapter_source import Adapter
+from trainer_side.sources.source import Adapter
 from weft_rl import tracing
 from weft_rl.contract.adapter import TrainedBase
 from weft_rl.contract.backends import BACKENDS
@@ -34,6 +34,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Listing, Manifest
 from weft_rl.contract.names import BASE_POLICY
+from weft_rl.progress import ShownProgress, shown
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
     POLICY_VERSION,
@@ -53,6 +54,74 @@ _log = logging.getLogger(__name__)
 _VERDICT_SECONDS = 2.0
 # Why a call may have been carried out though it has failed.
 _UNANSWERED = ("COORDINATOR_AWAY", "DEADLINE")
+
+
+UserProgress = Callable[[str, int, int], None]
+
+
+class PushReporter:
+    """Reporter of what the push under way waits for and of what it has sent; shows nothing."""
+
+    @contextlib.contextmanager
+    def push(self, policy: str) -> Iterator[None]:
+        """Report a push of ``policy`` inside the ``with``."""
+        yield
+
+    def waits_for(self, what: str) -> None:
+        """Report what the push waits for now."""
+
+    def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
+        """Report how far a base, or the files of a checkpoint, are read to know its version by."""
+
+    def sends(self, version: str, total_bytes: int) -> Progress | None:
+        """Report that ``version`` was begun; return the function that its sender tells which part
+        of its buckets is released, if anybody wants to know."""
+        return None
+
+
+def reporter_for(progress: Literal["auto"] | UserProgress | None) -> PushReporter:
+    """Return a reporter to standard error for "auto", or to the given function, or to nobody."""
+    if callable(progress):
+        return _FunctionReporter(progress)
+    return _StreamReporter() if progress == "auto" else PushReporter()
+
+
+class _FunctionReporter(PushReporter):
+    def __init__(self, function: UserProgress) -> None:
+        self._function = function
+
+    def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
+        self._function(f"reading {name}", read_bytes, total_bytes)
+
+    def sends(self, version: str, total_bytes: int) -> Progress:
+        return lambda done, total: self._function(version, done, total)
+
+
+class _StreamReporter(PushReporter):
+    def __init__(self) -> None:
+        self._progress = ShownProgress("")
+
+    @contextlib.contextmanager
+    def push(self, policy: str) -> Iterator[None]:
+        with shown(f"push of {policy}") as self._progress:
+            yield
+
+    def waits_for(self, what: str) -> None:
+        self._progress.step(f"waiting for {what}")
+
+    def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
+        self._progress.step(f"reading {name}, to know the base's version by (once)", total_bytes)
+        self._progress.done(read_bytes)
+
+    def sends(self, version: str, total_bytes: int) -> Progress:
+        progress = self._progress
+        progress.title = f"push of {version}"
+
+        def released(done: int, total: int) -> None:
+            progress.step("sending", total_bytes)
+            progress.done(total_bytes * done / total)
+
+        return released
 
 
 class PoolClient:

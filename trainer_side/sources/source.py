@@ -23,6 +23,7 @@ from trainer_side.params.params import (
     own_dtype,
 )
 from trainer_side.ranks.ranks import SENDER, Ranks
+from weft_rl.contract.adapter import TrainedBase
 from weft_rl.contract.errors import InvalidManifestError, UnsupportedError, WeftError
 from weft_rl.contract.manifest import Run, why_not
 from weft_rl.contract.tensors import DataType, TensorMeta
@@ -190,6 +191,16 @@ class ParamsSource(Source):
         """See ``Source.read``."""
         wanted = slice(first, first + count)
         self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapter that is ready to push."""
+
+    source: ParamsSource
+    config_json: str
+    base: TrainedBase | None
+    """Base that it is on, to be compared with the pool's; None where that is not to be done."""
 
 
 def tensor_source(

@@ -16,7 +16,7 @@ from tests.doubles.linked_ranks import linked_ranks
 from tests.doubles.shards import held_push
 from trainer_side.packing.packer import whole_packing
 from trainer_side.params.params import WholeElements
-from trainer_side.pool.progress import PushReporter
+from trainer_side.pool.client import PushReporter
 from trainer_side.pushes.rank_push import GatheredPush, HeldPush, RankPushFactory
 from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import SENDER, OneRank

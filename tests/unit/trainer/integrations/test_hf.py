@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trainer_side.integrations.hf import PushCallback
-from trainer_side.push_result import PushResult
+from trainer_side.push_request import PushResult
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer_side.integrations.trl import PoolGeneration, sampling_of
-from trainer_side.push_result import PushResult
+from trainer_side.push_request import PushResult
 from trainer_side.rollouts.sample import Sample, SampleGroup
 from weft_rl.contract.errors import PeerUnavailableError, UnsupportedError
 from weft_rl.contract.names import PolicyVersion

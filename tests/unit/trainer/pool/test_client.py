@@ -12,8 +12,7 @@ import pytest
 
 from trainer_side.pool import client as module
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.pool.client import PoolClient
-from trainer_side.pool.progress import reporter_for
+from trainer_side.pool.client import PoolClient, reporter_for
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.manifest import Manifest, plan_buckets

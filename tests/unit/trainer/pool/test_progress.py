@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.pool import progress
-from trainer_side.pool.progress import reporter_for
+from trainer_side.pool.client import PushReporter, reporter_for
 from weft_rl.progress import ShownProgress
 
 
@@ -32,5 +31,5 @@ def test_a_bar_has_a_label_and_the_bytes_of_what_is_read(monkeypatch: pytest.Mon
 def test_nobody_is_told_where_nobody_asks() -> None:
     reporter = reporter_for(None)
     reporter.reads("the base model", 3, 10)
-    assert type(reporter) is progress.PushReporter
+    assert type(reporter) is PushReporter
     assert reporter.sends("math@1", 100) is None

@@ -40,9 +40,9 @@ from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.pushes.content import base_content
 from trainer_side.ranks.ranks import OneRank
-from trainer_side.sources.adapter_source import Adapter, adapter_of_model
+from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import adapter_of_dir
-from trainer_side.sources.source import CastRule
+from trainer_side.sources.source import Adapter, CastRule
 from weft_rl.contract.adapter import check_adapter
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidAdapterError, WeftError

@@ -24,9 +24,9 @@ from tests.unit.trainer.sources.peft_cases import Case, Verdict, base, layers, l
 from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.ranks.ranks import OneRank
-from trainer_side.sources.adapter_source import Adapter, adapter_of_model
+from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import adapter_of_dir
-from trainer_side.sources.source import CastRule
+from trainer_side.sources.source import Adapter, CastRule
 from weft_rl.contract.errors import InvalidAdapterError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
