@@ -35,7 +35,7 @@ from weft_rl.contract.errors import WeftError
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.group import Operation, SideGroup, on_device, window
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import BucketOptions
 
 _TIMEOUT = timedelta(seconds=120)
 _ROUNDS = 6

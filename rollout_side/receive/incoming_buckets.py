@@ -37,8 +37,15 @@ from weft_rl.tracing import Span
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
-from weft_rl.transport.wire.buckets import BucketMemory, bucket_sums, start_bucket, start_runs
-from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket, BucketOptions
+from weft_rl.transport.wire.buckets import (
+    IN_ITS_BUFFER,
+    ArrivedBucket,
+    BucketMemory,
+    BucketOptions,
+    bucket_sums,
+    start_bucket,
+    start_runs,
+)
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _T = TypeVar("_T")

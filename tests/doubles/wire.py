@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft_rl.contract.manifest import Run
-from weft_rl.transport.wire.buckets import SealedBucket, seal_bucket
-from weft_rl.transport.wire.options import BucketOptions, write_tail
+from weft_rl.transport.wire.buckets import BucketOptions, SealedBucket, seal_bucket, write_tail
 
 
 def seal_wire(

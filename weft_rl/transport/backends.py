@@ -27,7 +27,7 @@ from weft_rl.interrupts import Flag
 from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.wire.options import (
+from weft_rl.transport.wire.buckets import (
     IN_ITS_BUFFER,
     WHOLE,
     ArrivedBucket,

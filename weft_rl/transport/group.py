@@ -28,7 +28,7 @@ from weft_rl.transport.backends import (
     works_to_hold,
 )
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.wire.options import WHOLE, ArrivedBucket, BucketOptions
+from weft_rl.transport.wire.buckets import WHOLE, ArrivedBucket, BucketOptions
 
 __all__ = [
     "SENDER_RANK",

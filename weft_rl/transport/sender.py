@@ -37,8 +37,7 @@ from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation, same_stream
 from weft_rl.transport.member import Membership
-from weft_rl.transport.wire.buckets import SealedBucket
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import BucketOptions, SealedBucket
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _log = logging.getLogger(__name__)

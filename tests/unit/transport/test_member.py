@@ -13,7 +13,7 @@ from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
 from weft_rl.transport import member
 from weft_rl.transport.group import CPU, Operation, SideGroup
 from weft_rl.transport.member import Progress
-from weft_rl.transport.wire.options import WHOLE, BucketOptions
+from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 

@@ -19,8 +19,7 @@ from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport import sender
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.sender import MembersLostError, SenderProgress, SendingRank
-from weft_rl.transport.wire.buckets import SealedBucket
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import BucketOptions, SealedBucket
 from weft_rl.v1 import publish_pb2, rendezvous_pb2
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64,)) for i in range(5)], 256)

@@ -21,7 +21,7 @@ from weft_rl.transport import backends
 from weft_rl.transport.group import CPU, Operation, SideGroup
 from weft_rl.transport.one_sided import members
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedWork
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import BucketOptions
 
 SIZE = 3 * 2**20
 BORROWS = BucketOptions(borrows=True)

@@ -57,7 +57,7 @@ from weft_rl.transport.one_sided.messages import (
     Withdraw,
     Withdrawn,
 )
-from weft_rl.transport.wire.options import WHOLE, ArrivedBucket, BucketOptions, write_tail
+from weft_rl.transport.wire.buckets import WHOLE, ArrivedBucket, BucketOptions, write_tail
 
 _log = logging.getLogger(__name__)
 

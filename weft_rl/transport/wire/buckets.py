@@ -1,4 +1,4 @@
-"""Sealing and verification of buckets.
+"""Sealing and verification of buckets, and the options of their travel.
 
 A bucket's trailer digests the digests of what it carries, each of its part of a tensor at its
 place: so the payload is read once, for the wire and for the version.
@@ -35,7 +35,47 @@ from weft_rl.transport.digests.copies import PlacedRange, copied_words, copy_dig
 from weft_rl.transport.digests.host_copy import HostCopy
 from weft_rl.transport.digests.kernel import CopiedWords
 from weft_rl.transport.digests.wsum64 import Digests, Part, joined, start_digests
-from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket
+
+
+class BucketOptions(NamedTuple):
+    """Options of sending or receiving a bucket; by default whole, from buffer to buffer."""
+
+    borrows: bool = False
+    """True if the bytes of a receive may stay in the sender's memory, to be read there."""
+    tail_bytes: int = 0
+    """Number of last bytes that are sent from the host, and wanted there."""
+    tail: bytes = b""
+    """Beginning of these last bytes in a send; they are not in the buffer yet. Whoever knows them
+    has waited for all before them, as the digest in them asks for. So a backend that carries them
+    beside the buffer waits for nothing more."""
+    on_kept: Callable[[], None] | None = None
+    """Callback of a send, on any thread, once every receiver has said that it keeps the bucket,
+    where a backend carries that (``Operation.is_kept``)."""
+
+
+WHOLE = BucketOptions()
+
+
+class ArrivedBucket(NamedTuple):
+    """Way in which a bucket has arrived; by default whole, in its buffer."""
+
+    lent: torch.Tensor | None = None
+    """Its bytes in the sender's memory, to be read there until they are given back; they are not in
+    the buffer. Without its tail, where that came beside them."""
+    tail: bytes | None = None
+    """Its last bytes that were asked for, or those of them that were sent; None where they are in
+    the buffer, unread."""
+
+
+IN_ITS_BUFFER = ArrivedBucket()
+
+
+def write_tail(buffer: torch.Tensor, options: BucketOptions) -> None:
+    """Write the beginning of a buffer's last bytes; on a GPU the thread waits for its turn
+    there."""
+    if tail := options.tail:
+        begin = buffer.numel() - options.tail_bytes
+        buffer[begin : begin + len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:

@@ -12,7 +12,7 @@ import torch
 
 from rollout_side.receive.incoming_buckets import receive_buckets
 from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError, WeftError
-from weft_rl.transport.wire.options import IN_ITS_BUFFER
+from weft_rl.transport.wire.buckets import IN_ITS_BUFFER
 
 
 class _Lent:

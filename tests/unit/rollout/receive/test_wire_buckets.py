@@ -25,8 +25,7 @@ from weft_rl.contract.manifest import (
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.group import CPU
-from weft_rl.transport.wire.buckets import run_parts, tensor_sums
-from weft_rl.transport.wire.options import ArrivedBucket
+from weft_rl.transport.wire.buckets import ArrivedBucket, run_parts, tensor_sums
 
 NONCE = 7
 SHAPES = ((13, 24), (100,), (7, 16), (3,))

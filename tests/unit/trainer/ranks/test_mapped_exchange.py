@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
-from trainer_side.ranks import mapped_exchange
-from trainer_side.ranks.mapped_exchange import ExchangeMemory
+from trainer_side.ranks import torch_ranks
+from trainer_side.ranks.torch_ranks import ExchangeMemory
 from weft_rl.transport.one_sided import memory
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> CudartDouble:
     monkeypatch.setattr(memory, "uuid_of", lambda index: UUIDS[index].bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(mapped_exchange, "is_gpu", lambda device: True)
+    monkeypatch.setattr(torch_ranks, "is_gpu", lambda device: True)
     return double
 
 
@@ -112,6 +112,6 @@ def test_if_one_cannot_all_know_and_nothing_is_left(cudart: CudartDouble, call: 
 def test_what_lies_on_the_host_is_not_mapped(
     monkeypatch: pytest.MonkeyPatch, cudart: CudartDouble
 ) -> None:
-    monkeypatch.setattr(mapped_exchange, "is_gpu", lambda device: False)
+    monkeypatch.setattr(torch_ranks, "is_gpu", lambda device: False)
     assert Together(2).bring([b"12", b"34"]) == [None, None]
     assert not cudart.allocated

@@ -42,7 +42,7 @@ from weft_rl.transport.one_sided.messages import (
     Welcome,
     Withdraw,
 )
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import BucketOptions
 
 SIZE = 2**20
 Join = Callable[..., tuple[OneSidedSender, list[OneSidedReceiver]]]

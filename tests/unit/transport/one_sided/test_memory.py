@@ -24,7 +24,7 @@ from weft_rl.transport.one_sided.memory import (
 )
 from weft_rl.transport.one_sided.messages import ExportDevice, OneSidedError
 from weft_rl.transport.one_sided.trial import TrialAnswerer, why_not_readable
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import BucketOptions
 
 CPU = torch.device("cpu")
 SIZE = 2**20
