@@ -33,6 +33,7 @@ from weft_rl.rpc.codec import (
     CAPABILITIES,
     POLICY_VERSION,
     REPORT,
+    SAMPLING,
     SLEEP,
     TENSOR,
     TICKET,
@@ -390,19 +391,13 @@ def _copy(order: pb.CommitTransferRequest | pb.SpilledCopy, version: PolicyVersi
     )
 
 
-_SAMPLING = codec(
-    Sampling,
-    generate_pb2.Sampling,
-    given=["stop", "stop_token_ids"],
-    told=["num_samples", "stop", "stop_token_ids"],
-)
 _CHUNK = codec(SampleChunk, generate_pb2.SampleChunk, told=["adapter"])
 
 
 def decode_sampling(message: generate_pb2.Sampling) -> Sampling:
     """Return the settings that a request gives."""
     stops = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
-    return _SAMPLING.decode(message, **stops)
+    return SAMPLING.decode(message, **stops)
 
 
 class GenerateServicer(GenerateServiceServicer):

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from trainer_side.ranks.ranks import RankSum
 from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import NotFiniteError
 from weft_rl.contract.manifest import (
@@ -107,36 +108,6 @@ def announced_packing(manifest: Manifest) -> PackedLayout:
     return PackedLayout(manifest, announced_plan(manifest), 0, None)
 
 
-class DigestSum(Protocol):
-    """Sum of all senders' digests, which may be under way."""
-
-    @property
-    def done(self) -> bool:
-        """True if ``result`` returns or raises at once."""
-
-    def result(self) -> Sequence[int]:
-        """Block for the sum and return it.
-
-        Raises:
-            PeerUnavailableError: ``RANK_GONE``.
-        """
-
-
-class KnownDigestSum(NamedTuple):
-    """Sum of the digests of a sender that has all."""
-
-    values: Sequence[int]
-
-    @property
-    def done(self) -> bool:
-        """See ``DigestSum``."""
-        return True
-
-    def result(self) -> Sequence[int]:
-        """See ``DigestSum``."""
-        return self.values
-
-
 class AnnouncedRuns(NamedTuple):
     """Runs that a reader filled a bucket with, in the order that they lie in."""
 
@@ -179,7 +150,7 @@ class Reader(Protocol):
             ModelChangedError: It changed meanwhile: nothing of the push may be served.
         """
 
-    def add_up(self, totals: Sequence[int]) -> DigestSum:
+    def add_up(self, totals: Sequence[int]) -> RankSum:
         """Begin to add up this sender's digests with the others'; further calls return the same.
 
         Args:
@@ -428,15 +399,12 @@ class PackedBuckets:
         return self._reader.add_up(self._totals).done
 
     def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``."""
         return [total % 2**64 for total in self._reader.add_up(self._totals).result()]
 
     def wire(self, index: int) -> torch.Tensor:
-        """See ``Buckets``."""
         return self._packer.wire(index)
 
     def move(self, held: range) -> None:
-        """See ``HeldBuckets``."""
         self._packer.move(held)
         self._packers.keep_only(self._packer)
 

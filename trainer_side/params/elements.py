@@ -90,7 +90,6 @@ class HeldElements:
         self._views = [] if local is None or not local.is_contiguous() else self._views_of(local)
 
     def held(self, number: int) -> torch.Tensor:
-        """See ``Elements``."""
         assert self._local is not None
         # What does not lie in a row is copied, and not kept.
         return (self._views or self._views_of(self._local))[number]
@@ -100,7 +99,6 @@ class HeldElements:
         return [flat[begin:end] for begin, end in self._spans]
 
     def fill(self, number: int, out: torch.Tensor) -> None:
-        """See ``Elements``."""
         out.copy_(self.held(number))
 
     def cut(self, blocks: Sequence[tuple[int, int]]) -> list[HeldElements]:

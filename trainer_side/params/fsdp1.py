@@ -78,9 +78,6 @@ def _replica_of_sender(
 
     A rank knows its own replica and its counterparts in the others. Replicas are as far apart as
     the counterparts, for they are those of a mesh, or nodes of equal size.
-
-    A rank knows its own replica, and its likes in the others; replicas are as far apart as
-    they are, for they are those of a mesh, or nodes of equal size.
     """
     among = getattr(unit, "_inter_node_pg", None)
     likes = [_own_rank()] if among is None else dist.get_process_group_ranks(among)

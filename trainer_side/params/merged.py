@@ -175,7 +175,6 @@ class MergedParams(Params):
         return MergedElements(base, delta, base.rank) if in_place else None
 
     def why_gathered(self, name: str) -> str:
-        """See ``Params.why_gathered``."""
         if why := self._params.why_gathered(self._raw[name]):
             return why
         if (merge := self._merges.get(name)) is None:
@@ -193,7 +192,6 @@ class MergedParams(Params):
             self._factors.bring()
 
     def release(self) -> None:
-        """See ``Params.release``."""
         if self.is_collective:
             self._factors.release()
 
@@ -214,7 +212,6 @@ class MergedParams(Params):
         return self._params.local()
 
     def check(self, names: Iterable[str]) -> None:
-        """See ``Params.check``."""
         for name in names:
             more = self._merges[name].needs if name in self._merges else ()
             self._params.check((self._raw[name], *more))

@@ -196,12 +196,10 @@ class WholeElements:
 
     @property
     def runs(self) -> Sequence[HeldRun]:
-        """See ``Elements``."""
         begin, end = self._span or (0, self._param.numel())
         return (HeldRun(SENDER, 0, end - begin),)
 
     def held(self, number: int) -> torch.Tensor | None:
-        """See ``Elements``."""
         if self._span is None:
             return self._param
         is_row = self._param.is_contiguous()
@@ -240,24 +238,19 @@ class WholeParams(Params):
         dtypes: Sequence[torch.dtype],
         outs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """See ``Params.fetch``."""
         if outs is not None:
             copy_into(outs, [self._tensors[name] for name in names])
 
     def elements(self, name: str) -> WholeElements:
-        """See ``Params.elements``."""
         return WholeElements(self._tensors[name])
 
     def whole(self, name: str) -> torch.Tensor:
-        """See ``Params.whole``."""
         return self._tensors[name].detach()
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Params.local``."""
         return ((name, tensor.detach()) for name, tensor in self._tensors.items())
 
     def check(self, names: Iterable[str]) -> None:
-        """See ``Params.check``."""
         for name in names:
             check_readable(name, self._tensors[name])
 

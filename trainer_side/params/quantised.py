@@ -87,7 +87,6 @@ class DequantisedParams(Params):
                 yield name, param.detach()
 
     def check(self, names: Iterable[str]) -> None:
-        """See ``Params.check``."""
         for name in names:
             check_readable(name, self._tensors[name])
 

@@ -92,7 +92,6 @@ class ShardedParams(Params):
         dtypes: Sequence[torch.dtype],
         outs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """See ``Params.fetch``."""
         pending: list[tuple[Sharded, torch.dtype, torch.Tensor | None]] = []
         for index, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
             param = self.placed[name]
@@ -109,27 +108,22 @@ class ShardedParams(Params):
             self._bring(chunk)
 
     def elements(self, name: str) -> HeldElements | None:
-        """See ``Params.elements``."""
         param = self.placed[name]
         return held_by(param, self.ranks.rank) if isinstance(param, Sharded) else None
 
     def why_gathered(self, name: str) -> str:
-        """See ``Params.why_gathered``."""
         param = self.placed[name]
         return param.why if isinstance(param, GatheredParam) else ""
 
     def whole(self, name: str) -> torch.Tensor:
-        """See ``Params.whole``."""
         raise TypeError(f"{name!r} is sharded: no rank holds it whole")
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Params.local``."""
         for name, param in self.placed.items():
             if param.local is not None:
                 yield name, param.local.detach()
 
     def check(self, names: Iterable[str]) -> None:
-        """See ``Params.check``."""
         for name in names:
             local = self.placed[name].local
             if local is not None:

@@ -114,7 +114,6 @@ class _OverlaidParams(Params):
         dtypes: Sequence[torch.dtype],
         outs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """See ``Params.fetch``."""
         for params, is_copied in ((self._copies, True), (self._params, False)):
             which = [i for i, name in enumerate(names) if (name in self._copies.metas) is is_copied]
             if which:
@@ -125,23 +124,19 @@ class _OverlaidParams(Params):
                 )
 
     def elements(self, name: str) -> Elements | None:
-        """See ``Params.elements``."""
         return self._of(name).elements(name)
 
     def whole(self, name: str) -> torch.Tensor:
-        """See ``Params.whole``."""
         return self._of(name).whole(name)
 
     def _of(self, name: str) -> Params:
         return self._copies if name in self._copies.metas else self._params
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Params.local``."""
         yield from self._copies.local()
         yield from ((n, t) for n, t in self._params.local() if n not in self._copies.metas)
 
     def check(self, names: Iterable[str]) -> None:
-        """See ``Params.check``."""
         self._params.check(name for name in names if name not in self._copies.metas)
 
 

@@ -126,7 +126,6 @@ class PushContent(ABC):
     """Watcher of what is read in place; None where nothing is."""
 
     def check_unchanged(self) -> None:
-        """See ``Content.check_unchanged``."""
         if self.watcher is not None:
             self.watcher.check()
 
@@ -144,7 +143,6 @@ class PushContent(ABC):
         packings: RankPushFactory,
         reference: Callable[[], Reference],
     ) -> tuple[RankPush, Adapter | None]:
-        """See ``Content.rank_push``."""
         with reading("the model"):
             source, adapter = self.source(target)
         push = packings.weights_push(source, target.backends[0])
@@ -323,7 +321,6 @@ class ModelBase(PushContent):
         return BaseTensors(params, mapping, buffers)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``PushContent.source``."""
         return self.weights().source(target, self.cast), None
 
     def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
@@ -331,7 +328,6 @@ class ModelBase(PushContent):
         return self.weights().draft_source(target, self.cast)
 
     def kept(self, memory: SnapshotMemory) -> KeptBase:
-        """See ``Content.kept``."""
         params, trained = self.opened.params, self._trained()
         names = _inputs(self.weights().params)
         rest = names - trained
@@ -366,7 +362,6 @@ class ModelBase(PushContent):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """See ``Content.remarks``."""
         return (*self.weights().remarks, *self.notes)
 
 
@@ -391,7 +386,6 @@ class KeptBase(PushContent):
     """Watcher of what was not copied."""
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``PushContent.source``."""
         return self.weights.source(target, self.cast), None
 
     def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
@@ -399,7 +393,6 @@ class KeptBase(PushContent):
         return self.weights.draft_source(target, self.cast)
 
     def kept(self, memory: SnapshotMemory) -> KeptBase:
-        """See ``Content.kept``."""
         return self
 
 
@@ -458,7 +451,6 @@ class ModelAdapter(PushContent):
         return cls(opened, adapter_name, cast, check_base, notes, base, watcher)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``PushContent.source``."""
         adapter = self._adapter(self.opened, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
@@ -466,7 +458,6 @@ class ModelAdapter(PushContent):
         return adapter_of_model(opened, self.adapter_name, rule, check_base=self.check_base)
 
     def kept(self, memory: SnapshotMemory) -> KeptAdapter:
-        """See ``Content.kept``."""
         names = adapter_parameters(self.opened.params, self.adapter_name)
         copied = replace(self.opened, params=snapshot(self.opened.params, names, memory))
         adapter = self._adapter(copied, CastRule())
@@ -475,7 +466,6 @@ class ModelAdapter(PushContent):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """See ``Content.remarks``."""
         kind = self.opened.params.kind
         if "quantised" not in kind:
             return self.notes
@@ -497,12 +487,10 @@ class KeptAdapter(PushContent):
     base: AdapterBase
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``PushContent.source``."""
         source = self.adapter.source.cast_by(_adapter_rule(target, self.cast))
         return source, replace(self.adapter, source=source)
 
     def kept(self, memory: SnapshotMemory) -> KeptAdapter:
-        """See ``Content.kept``."""
         return self
 
 
@@ -522,7 +510,6 @@ class FileBase(PushContent):
         return cls(path, cast, files=file_states(path))
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``PushContent.source``."""
         rule, drafts = _base_rule(target, self.cast), _draft_names(target)
         return CheckpointSource(self.path, rule, drafts, partial(_is_base, target)), None
 
@@ -536,7 +523,6 @@ class FileBase(PushContent):
         return self
 
     def check_unchanged(self) -> None:
-        """See ``Content.check_unchanged``."""
         now = file_states(self.path)
         if moved := [
             name for name in {**self.files, **now} if self.files.get(name) != now.get(name)
@@ -557,27 +543,22 @@ class DraftedBase(PushContent):
     draft: ModelBase | KeptBase | FileBase
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``PushContent.source``."""
         source, _ = self.model.source(target)
         return DraftedSource(source, self.draft.draft_source(target), target), None
 
     def kept(self, memory: SnapshotMemory) -> DraftedBase:
-        """See ``Content.kept``."""
         return DraftedBase(self.model.kept(memory), self.draft.kept(memory))
 
     def check_unchanged(self) -> None:
-        """See ``Content.check_unchanged``."""
         self.model.check_unchanged()
         self.draft.check_unchanged()
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """See ``Content.remarks``."""
         return (*self.model.remarks, *self.draft.remarks)
 
     @property
     def base(self) -> AdapterBase:
-        """See ``Content.base``."""
         return self.model.base
 
 
@@ -590,7 +571,6 @@ class FileAdapter(PushContent):
     remarks: tuple[str, ...] = ()
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``PushContent.source``."""
         adapter = adapter_of_dir(self.path, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
@@ -629,7 +609,6 @@ class NamedBase:
 
     @property
     def can_begin_again(self) -> bool:
-        """See ``Content.can_begin_again``."""
         return self.steps.can_begin_again
 
     def rank_push(

@@ -11,14 +11,12 @@ import torch
 
 from trainer_side.packing.packer import (
     AnnouncedRuns,
-    DigestSum,
-    KnownDigestSum,
     PackedLayout,
     announced_packing,
     whole_packing,
 )
 from trainer_side.params.params import copy_into
-from trainer_side.ranks.ranks import SENDER, Ranks
+from trainer_side.ranks.ranks import SENDER, OwnSum, Ranks, RankSum
 from trainer_side.sharding.plan import ShardPlan, ShardPlans
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.source import HeldTensors, Source, held_tensors, reading, torch_dtypes
@@ -74,25 +72,21 @@ class RankPush:
         """
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
-        """See ``Reader``."""
         raise NotImplementedError
 
     def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
-        """See ``Reader``."""
         return [None] * len(runs)
 
     def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
-        """See ``Reader``."""
         raise NotImplementedError
 
     def end_packing(self) -> None:
-        """See ``Reader``."""
         if self.look_again is not None:
             self.look_again()
 
-    def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
+    def add_up(self, totals: Sequence[int] | None = None) -> RankSum:
         """See ``Reader``; without ``totals``, this rank has nothing to add."""
-        return KnownDigestSum(totals or ())
+        return OwnSum(totals or ())
 
     def wait_added_up(self, timeout_seconds: float) -> None:
         """Block until ``add_up`` was called, on any thread; what follows over the ranks' link comes
@@ -148,11 +142,9 @@ class GatheredPush(RankPush):
         self._ranks.agree()
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
-        """See ``Reader``."""
         self._read(runs[0].tensor, len(runs), views)
 
     def end_sending(self) -> None:
-        """See ``RankPush``."""
         self._source.end_reading()
 
     def _read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
@@ -182,7 +174,6 @@ class NamedPush(RankPush):
         source.begin(packing.manifest)
 
     def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
-        """See ``Reader``."""
         return AnnouncedRuns(*self._source.fill(payload, on_progress))
 
 
@@ -245,7 +236,7 @@ class HeldPush(RankPush):
         self._whole: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._begun = Flag()
-        self._sum: DigestSum | None = None
+        self._sum: RankSum | None = None
 
     def prepare(self) -> None:
         """See ``RankPush``: gather tensors that cannot be sent as the ranks hold them. They are
@@ -283,7 +274,6 @@ class HeldPush(RankPush):
         self.add_up()
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
-        """See ``Reader``."""
         with self._reading():
             found = self._held(runs)
             held = [tensor for tensor in found if tensor is not None]
@@ -309,7 +299,6 @@ class HeldPush(RankPush):
                 )
 
     def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
-        """See ``Reader``."""
         with self._reading():
             return [None if tensor is None else tensor.detach() for tensor in self._held(runs)]
 
@@ -333,7 +322,7 @@ class HeldPush(RankPush):
         is_users = isinstance(self._source, OrderedSource)  # whose iterator's errors are its own
         return contextlib.nullcontext() if is_users else reading(self.description)
 
-    def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
+    def add_up(self, totals: Sequence[int] | None = None) -> RankSum:
         """See ``Reader``.
 
         Raises:
@@ -358,12 +347,10 @@ class HeldPush(RankPush):
         self.add_up()
 
     def release(self) -> None:
-        """See ``RankPush``."""
         self._whole.clear()
         self._source.release()
 
     def wait_added_up(self, timeout_seconds: float) -> None:
-        """See ``RankPush``."""
         self._begun.wait(timeout_seconds)
 
 

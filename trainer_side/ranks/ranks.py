@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -45,7 +45,7 @@ class RankSum(Protocol):
     def done(self) -> bool:
         """True if ``result`` returns or raises at once."""
 
-    def result(self) -> list[int]:
+    def result(self) -> Sequence[int]:
         """Block for the sum and return it.
 
         Raises:
@@ -256,67 +256,63 @@ def bring_by_host(
 
 
 class OneRank:
-    """Ranks of a trainer of one process, or of one that speaks for replicated others."""
+    """``Ranks`` of a trainer of one process, or of one that speaks for replicated others."""
 
     rank, size = SENDER, 1
     number = 0
 
     def open(self, deadline: float, arguments: Mapping[str, object] = NO_ARGUMENTS) -> None:
-        """See ``Ranks.open``."""
         self.number += 1
 
     def close_call(self) -> None:
-        """See ``Ranks.close_call``."""
+        pass
 
     def go_on(self) -> None:
-        """See ``Ranks.go_on``."""
+        pass
 
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
-        """See ``Ranks.agree``."""
         if error is not None:
             raise error
         return flags
 
     def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
-        """See ``Ranks.share``."""
         return produce()
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
-        """See ``Ranks.collect``."""
+        pass
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
-        """See ``Ranks.exchange``."""
+        pass
 
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
     ) -> list[torch.Tensor]:
-        """See ``Ranks.bring``."""
         return bring_by_host(self, sizes, fill)
 
     def add_up(self, values: torch.Tensor) -> RankSum:
-        """See ``Ranks.add_up``."""
-        return _OwnSum(values)
+        return OwnSum(values.tolist())
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """See ``Ranks.abandon``."""
+        pass
 
     def leave(self, error: BaseException) -> None:
-        """See ``Ranks.leave``."""
+        pass
 
     def close(self) -> None:
-        """See ``Ranks.close``."""
+        pass
 
 
-@dataclass(frozen=True)
-class _OwnSum:
-    """Sum over one rank: its own values."""
+class OwnSum(NamedTuple):
+    """``RankSum`` of a rank that has all values."""
 
-    values: torch.Tensor
-    done = True
+    values: Sequence[int]
 
-    def result(self) -> list[int]:
-        """See ``RankSum``."""
-        return [int(value) for value in self.values.tolist()]
+    @property
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Sequence[int]:
+        return self.values
 
 
 def encode_error(error: BaseException) -> bytes:

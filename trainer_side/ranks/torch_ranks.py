@@ -104,7 +104,7 @@ def ranks_of(together: Together, name: str = "") -> Ranks:
 
 
 class TorchRanks:
-    """Ranks of an application that has initialised ``torch.distributed``.
+    """``Ranks`` of an application that has initialised ``torch.distributed``.
 
     Rank 0 is in the middle: the others send to it, and it sends to all.
 
@@ -134,11 +134,9 @@ class TorchRanks:
 
     @property
     def number(self) -> int:
-        """See ``Ranks.number``."""
         return self._place.number
 
     def open(self, deadline: float, arguments: Mapping[str, object] = NO_ARGUMENTS) -> None:
-        """See ``Ranks.open``."""
         self._deadline, self._over, self._ended_by = deadline, False, None
         at = self._place
         at.number += 1
@@ -167,7 +165,6 @@ class TorchRanks:
                 time.sleep(pause)
 
     def close_call(self) -> None:
-        """See ``Ranks.close_call``."""
         self._is_at_call = False
 
     def _form_link(self, deadline: float) -> None:
@@ -264,7 +261,6 @@ class TorchRanks:
         return int(flags_of_all)
 
     def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
-        """See ``Ranks.share``."""
         self._check_goes_on(None)
         payload = b""
         if self.rank == SENDER:
@@ -287,7 +283,6 @@ class TorchRanks:
         return said[1:]
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
-        """See ``Ranks.collect``."""
         if self.rank == SENDER:
             outs = {rank: _bytes_of(buffer) for rank, buffer in theirs.items()}
             self._swap(TrafficKind.STAR, _Call.COLLECT, {}, outs)
@@ -295,7 +290,6 @@ class TorchRanks:
             self._swap(TrafficKind.STAR, _Call.COLLECT, {SENDER: _bytes_of(mine)}, {})
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
-        """See ``Ranks.exchange``."""
         contents = {rank: _bytes_of(each) for rank, each in enumerate(messages) if each.numel()}
         own = contents.pop(self.rank, None)
         to_all = {} if own is None else dict.fromkeys(self._others, own)
@@ -304,7 +298,6 @@ class TorchRanks:
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
     ) -> list[torch.Tensor]:
-        """See ``Ranks.bring``."""
         if self._mapped is not None:
             messages = self._mapped.bring(sizes, fill, device)
             if messages is not None:
@@ -313,12 +306,10 @@ class TorchRanks:
         return bring_by_host(self, sizes, fill)
 
     def add_up(self, values: torch.Tensor) -> RankSum:
-        """See ``Ranks.add_up``."""
         self._sum = _LinkSum(self._linked, self, values, after=self._sum)
         return self._sum
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """See ``Ranks.abandon``."""
         link, self._link, self._over = self._link, None, True
         self._ended_by = self._ended_by or error
         if self._mapped is not None:
@@ -339,7 +330,6 @@ class TorchRanks:
         self.abandon(error)
 
     def close(self) -> None:
-        """See ``Ranks.close``."""
         self.abandon()
         if self._at is None:
             return
@@ -409,7 +399,6 @@ class TorchRanks:
         *,
         whoever_is_there: bool = False,
     ) -> dict[int, memoryview]:
-        """See ``RankLink.swap``."""
         return self._guarded(
             lambda link: link.swap(
                 traffic, call, outgoing, incoming, self._until, whoever_is_there=whoever_is_there
@@ -498,7 +487,7 @@ def _verdict(claims: Sequence[bytes]) -> bytes:
 
 
 class _LinkSum:
-    """Sum over the link, on a separate thread; it goes on whether its result is read or not.
+    """``RankSum`` over the link, on a separate thread; it goes on, read or not.
 
     Args:
         link: Link that the sum belongs to, whatever becomes of the push.
@@ -520,11 +509,9 @@ class _LinkSum:
 
     @property
     def done(self) -> bool:
-        """See ``RankSum``."""
         return self._link.closed or not self._thread.is_alive()
 
     def result(self) -> list[int]:
-        """See ``RankSum``."""
         self._thread.join()
         if self._error is not None:
             raise self._ranks._gone(self._error) from self._error

@@ -11,6 +11,7 @@ from trainer_side.rollouts.images import ImagePrompt, image_messages
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, version_of
 from weft_rl.contract.sampling import MAX_SEED, Sampling, check_num_samples
+from weft_rl.rpc.codec import SAMPLING
 from weft_rl.v1 import generate_pb2 as pb
 
 #: Text, which the model's own tokenizer makes into tokens, or token ids; with images or without.
@@ -130,26 +131,15 @@ class PromptRequest:
         prompts, the same random numbers would draw them.
         """
         how = self.sampling
-        seed = how.seed
-        if seed is not None:
-            seed = (seed + self.index * self.num_samples + samples[0]) % (MAX_SEED + 1)
+        stops = {"stop": how.stop, "stop_token_ids": how.stop_token_ids}
+        sampling = SAMPLING.encode(how, num_samples=len(samples), **stops)
+        if how.seed is not None:
+            first = self.index * self.num_samples + samples[0]
+            sampling.seed = (how.seed + first) % (MAX_SEED + 1)
         request = pb.GenerateRequest(
             policy=wanted.name,
             strict=self.strict,
-            sampling=pb.Sampling(
-                num_samples=len(samples),
-                temperature=how.temperature,
-                top_p=how.top_p,
-                top_k=how.top_k,
-                min_p=how.min_p,
-                repetition_penalty=how.repetition_penalty,
-                seed=seed,
-                max_tokens=how.max_tokens or 0,
-                min_tokens=how.min_tokens,
-                stop=how.stop,
-                stop_token_ids=how.stop_token_ids,
-                ignore_eos=how.ignore_eos,
-            ),
+            sampling=sampling,
             chunk_tokens=_CHUNK_TOKENS,
             images=self.images,
         )

@@ -42,34 +42,28 @@ class DraftedSource(Source):
         self.is_collective = base.is_collective or draft.is_collective
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
-        """See ``Source.read``."""
         for source, index, number, at in self._parts(first, count):
             if views is not None or source.is_collective:
                 part = None if views is None else views[at : at + number]
                 source.read(index, number, part)
 
     def end_reading(self) -> None:
-        """See ``Source.end_reading``."""
         self._base.end_reading()
         self._draft.end_reading()
 
     def elements(self, index: int) -> Elements | None:
-        """See ``Source.elements``."""
         source, own = self._one(index)
         return source.elements(own)
 
     def why_gathered(self, index: int) -> str:
-        """See ``Source.why_gathered``."""
         source, own = self._one(index)
         return source.why_gathered(own)
 
     def prepare(self) -> None:
-        """See ``Source.prepare``."""
         self._base.prepare()
         self._draft.prepare()
 
     def release(self) -> None:
-        """See ``Source.release``."""
         self._base.release()
         self._draft.release()
 

@@ -206,7 +206,6 @@ class CheckpointSource(Source):
             raise no_copy(head.name, of)
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
-        """See ``Source.read``."""
         assert views is not None
         for name, view in zip(self._names[first:], views, strict=False):
             copy_into([view], [self._tensor(name)])

@@ -132,7 +132,6 @@ class ModuleSource(Source):
         return found
 
     def why_gathered(self, index: int) -> str:
-        """See ``Source.why_gathered``."""
         group, position = self._index[index]
         for name in group.sources:
             if self._params.elements(name) is None:
@@ -142,15 +141,12 @@ class ModuleSource(Source):
         return "the checkpoint cuts it otherwise than into whole rows"
 
     def prepare(self) -> None:
-        """See ``Source.prepare``."""
         self._params.prepare()
 
     def release(self) -> None:
-        """See ``Source.release``."""
         self._params.release()
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
-        """See ``Source.read``."""
         run: list[int] = []
         indices = range(first, first + count)
         for group, of_group in groupby(indices, lambda index: self._index[index][0]):

@@ -422,11 +422,9 @@ class OrderedSource(Source):
     """Source of named tensors with names, shapes, dtypes and order known beforehand.
 
     Args:
-        steps: The sender's iteration over them.
         metadata: Names in order, with shapes and dtypes.
-        reference: Tensors that they must match.
-        cast: Cast floats to the dtypes of the reference.
         draft: True if ``metadata`` must list the tensors of the model that drafts tokens.
+        others: See ``RunSource``.
 
     Raises:
         InvalidManifestError: ``metadata`` does not list exactly the reference's tensors, tied

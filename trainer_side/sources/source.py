@@ -180,15 +180,12 @@ class ParamsSource(Source):
         return ParamsSource(self._params, names, cast, self.description)
 
     def elements(self, index: int) -> Elements | None:
-        """See ``Source.elements``."""
         return self._params.elements(self._names[index])
 
     def why_gathered(self, index: int) -> str:
-        """See ``Source.why_gathered``."""
         return self._params.why_gathered(self._names[index])
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
-        """See ``Source.read``."""
         wanted = slice(first, first + count)
         self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
 

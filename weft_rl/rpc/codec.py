@@ -17,10 +17,11 @@ from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, HeldVersion, ReplicaReport, Sleep
+from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft_rl.schema import codec, converter
-from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
+from weft_rl.v1 import generate_pb2, publish_pb2, registry_pb2, types_pb2
 
 #: Entries of a list in one message: at most 2.2 MiB with the longest names.
 CHUNK_ENTRIES: Final = 4096
@@ -190,6 +191,15 @@ def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:
         raise InvalidRequestError("when_running must say what becomes of running requests")
     return value == registry_pb2.WHEN_RUNNING_ABORT
 
+
+# -- sampling ---------------------------------------------------------------------
+
+SAMPLING: Final = codec(
+    Sampling,
+    generate_pb2.Sampling,
+    given=["stop", "stop_token_ids"],
+    told=["num_samples", "stop", "stop_token_ids"],
+)
 
 # -- checkpoints ------------------------------------------------------------------
 

@@ -133,11 +133,9 @@ class OneSidedWork:
 
     @property
     def arrived(self) -> ArrivedBucket:
-        """See ``Work``."""
         return ArrivedBucket(self._lent, self.tail)
 
     def give_back(self) -> None:
-        """See ``Work``."""
         with self._lock:
             self.borrows, self._lent = False, None
             give_back, self._return = self._return, None
@@ -152,16 +150,13 @@ class OneSidedWork:
         return self.tell_kept is not None
 
     def wait_until(self, deadline: float) -> bool:
-        """See ``Work``."""
         return self._woken.wait(deadline - time.monotonic())
 
     def finish(self) -> None:
-        """See ``Work``."""
         if self._error:
             raise OneSidedError(self._error)
 
     def wake(self) -> None:
-        """See ``Work``."""
         self._woken.set()
 
 
@@ -226,7 +221,6 @@ class OneSidedReceiver:
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> OneSidedWork:
-        """See ``Backend``."""
         work = OneSidedWork(buffer, options)
         with self._lock:
             if self._error:
@@ -240,7 +234,6 @@ class OneSidedReceiver:
         self._end("this rank left the group")
 
     def settle(self, timeout_seconds: float) -> bool:
-        """See ``Backend``."""
         if not self._copying.acquire(timeout=timeout_seconds):
             return False
         self._copying.release()
