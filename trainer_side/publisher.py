@@ -242,11 +242,8 @@ class Publisher:
             TransferTimeoutError: The deadline passed; find out what happened before pushing again.
             WeftError: It was refused or failed for another reason; nothing changed.
         """
-        return self._pushing.push(
-            self._settings.adapter(
-                model, policy, base, adapter_name, require, timeout_seconds, options
-            )
-        )
+        settings = self._settings.but(require, timeout_seconds, options)
+        return self._pushing.push(settings.adapter(model, policy, base, adapter_name))
 
     def push_base(
         self,
@@ -277,9 +274,8 @@ class Publisher:
             UnsupportedError: ``draft``, and no replica takes one.
             WeftError: See ``push_adapter``.
         """
-        return self._pushing.push(
-            self._settings.base(model, require, timeout_seconds, options, draft=draft)
-        )
+        settings = self._settings.but(require, timeout_seconds, options)
+        return self._pushing.push(settings.base(model, draft=draft))
 
     def push_tensors(
         self,
@@ -315,11 +311,8 @@ class Publisher:
                 ``draft``, and no replica takes one.
             WeftError: See ``push_adapter``.
         """
-        return self._pushing.push(
-            self._settings.tensors(
-                tensors, metadata, require, timeout_seconds, options, draft=draft
-            )
-        )
+        settings = self._settings.but(require, timeout_seconds, options)
+        return self._pushing.push(settings.tensors(tensors, metadata, draft=draft))
 
     def push_merged(
         self,
@@ -351,11 +344,8 @@ class Publisher:
             UnsupportedError: A kind of layer that cannot be merged so; names it.
             WeftError: See ``push_base``.
         """
-        return self._pushing.push(
-            self._settings.merged(
-                model, adapter_name, require, timeout_seconds, options, draft=draft
-            )
-        )
+        settings = self._settings.but(require, timeout_seconds, options)
+        return self._pushing.push(settings.merged(model, adapter_name, draft))
 
     # -- pushes beside the training -----------------------------------------------------
 
@@ -393,9 +383,8 @@ class Publisher:
             A future that ends as ``push_adapter`` would, the same on every rank. It
             cannot be cancelled.
         """
-        request = self._settings.adapter(
-            model, policy, base, adapter_name, require, timeout_seconds, options
-        )
+        settings = self._settings.but(require, timeout_seconds, options)
+        request = settings.adapter(model, policy, base, adapter_name)
         return self._background.submit(request, when_busy)
 
     def push_base_async(
@@ -410,8 +399,8 @@ class Publisher:
     ) -> Future[PushResult]:
         """Copy the base as it is now and push the copy; see ``push_adapter_async``. Checkpoints in
         files are not copied, but refused if they are written before they are sent."""
-        request = self._settings.base(model, require, timeout_seconds, options, draft=draft)
-        return self._background.submit(request, when_busy)
+        settings = self._settings.but(require, timeout_seconds, options)
+        return self._background.submit(settings.base(model, draft=draft), when_busy)
 
     def push_merged_async(
         self,
@@ -426,10 +415,8 @@ class Publisher:
     ) -> Future[PushResult]:
         """Copy base and adapter as they are now and push them merged; see
         ``push_adapter_async``."""
-        request = self._settings.merged(
-            model, adapter_name, require, timeout_seconds, options, draft=draft
-        )
-        return self._background.submit(request, when_busy)
+        settings = self._settings.but(require, timeout_seconds, options)
+        return self._background.submit(settings.merged(model, adapter_name, draft), when_busy)
 
     # -- the pool -----------------------------------------------------------------------
 

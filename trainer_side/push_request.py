@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -141,9 +141,7 @@ class PushRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PushSettings:
-    """Settings of a Publisher for all its pushes, which make the requests of single ones.
-
-    In each method None leaves ``require``, ``timeout_seconds`` and ``options`` as they are here.
+    """Settings of pushes, which make the requests of single ones.
 
     Raises:
         InvalidRequestError: One of them cannot be right.
@@ -155,25 +153,32 @@ class PushSettings:
     options: PushOptions
 
     def __post_init__(self) -> None:
-        check_options(self.options)
+        if not isinstance(self.options, PushOptions):
+            raise InvalidRequestError(
+                f"options={shown_value(self.options)}: give trainer_side.PushOptions(...)"
+            )
         check_replicas(self.require)
         check_seconds("timeout_seconds", self.timeout_seconds)
 
-    def adapter(
+    def but(
         self,
-        model: Model,
-        policy: str,
-        base: str | PolicyVersion,
-        adapter_name: str,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        options: PushOptions | None = None,
+        require: Require | None,
+        timeout_seconds: float | None,
+        options: PushOptions | None,
+    ) -> PushSettings:
+        """Return these settings but for those that are given."""
+        given = {"require": require, "timeout_seconds": timeout_seconds, "options": options}
+        changes: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
+        return replace(self, **changes) if changes else self
+
+    def adapter(
+        self, model: Model, policy: str, base: str | PolicyVersion, adapter_name: str
     ) -> PushRequest:
         """Make the request to push an adapter; see ``Publisher.push_adapter``."""
         check_adapter_name(policy)
         check_model(model, "push_adapter")
         _check_adapter(adapter_name)
-        wanted, how = RequestedBase.parse(base), self._options(options)
+        wanted, how = RequestedBase.parse(base), self.options
 
         @cache  # an attempt after the first one sends what the first one looked at
         def content() -> Content:
@@ -181,26 +186,11 @@ class PushSettings:
                 model, self.ranks, how.cast, adapter_name, wanted.is_compared, how.kind
             )
 
-        return self._request(
-            policy,
-            content,
-            require,
-            timeout_seconds,
-            how,
-            "adapter",
-            f"adapter_name={adapter_name!r}",
-            base=wanted,
-        )
+        said = f"adapter_name={adapter_name!r}"
+        return self._request(policy, content, "adapter", said, wanted)
 
     def base(
-        self,
-        model: Model,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        options: PushOptions | None = None,
-        *,
-        merged: str | None = None,
-        draft: Model | None = None,
+        self, model: Model, *, merged: str | None = None, draft: Model | None = None
     ) -> PushRequest:
         """Make the request to push a base, with the adapter ``merged`` in it if one is named; see
         ``Publisher.push_base``, and ``merged``."""
@@ -208,7 +198,7 @@ class PushSettings:
         check_model(model, method, directories=merged is None)
         if draft is not None:
             check_model(draft, f"{method}(draft=)")
-        how = self._options(options)
+        how = self.options
 
         @cache
         def content() -> Content:
@@ -216,35 +206,25 @@ class PushSettings:
 
         kind = "base" if merged is None else "merged base"
         said = f"adapter_name={merged!r}, draft={draft is not None}"
-        return self._request(BASE_POLICY, content, require, timeout_seconds, how, kind, said)
+        return self._request(BASE_POLICY, content, kind, said)
 
     def merged(
-        self,
-        model: torch.nn.Module,
-        adapter_name: str,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        options: PushOptions | None = None,
-        *,
-        draft: Model | None = None,
+        self, model: torch.nn.Module, adapter_name: str, draft: Model | None = None
     ) -> PushRequest:
         """Make the request to push a base with an adapter merged in; see
         ``Publisher.push_merged``."""
         _check_adapter(adapter_name)
-        return self.base(model, require, timeout_seconds, options, merged=adapter_name, draft=draft)
+        return self.base(model, merged=adapter_name, draft=draft)
 
     def tensors(
         self,
         tensors: NamedTensors | None,
         metadata: Metadata | None,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        options: PushOptions | None = None,
         *,
         draft: bool = False,
     ) -> PushRequest:
         """Make the request to push a base of named tensors; see ``Publisher.push_tensors``."""
-        ranks, how = self.ranks, self._options(options)
+        ranks, how = self.ranks, self.options
         check_choice("draft", draft, Literal[True, False])
         if tensors is not None:
             check_named(tensors)
@@ -258,36 +238,24 @@ class PushSettings:
             return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft, watcher)
 
         said = "" if tensors is None else f"draft={draft}"
-        return self._request(
-            BASE_POLICY, content, require, timeout_seconds, how, "named tensors", said
-        )
-
-    def _options(self, given: PushOptions | None) -> PushOptions:
-        return self.options if given is None else check_options(given)
+        return self._request(BASE_POLICY, content, "named tensors", said)
 
     def _request(
         self,
         policy: str,
         content: Callable[[], Content],
-        require: Require | None,
-        timeout_seconds: float | None,
-        options: PushOptions,
         kind: str,
         said: str,
         base: RequestedBase = RequestedBase(),
     ) -> PushRequest:
-        if require is not None:
-            check_replicas(require)
-        if timeout_seconds is not None:
-            check_seconds("timeout_seconds", timeout_seconds)
         return PushRequest(
             policy=policy,
             kind=kind,
-            how=said and f"{said}, {options}",
+            how=said and f"{said}, {self.options}",
             content=content,
-            check_finite=options.check_finite,
-            require=self.require if require is None else require,
-            timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
+            check_finite=self.options.check_finite,
+            require=self.require,
+            timeout_seconds=self.timeout_seconds,
             base=base,
         )
 
@@ -354,19 +322,6 @@ def checks_finite(wanted: bool, backend: str, *, is_adapter: bool) -> bool:
     ``python -m benchmarks.finite``), so there it must be asked for.
     """
     return wanted or (is_adapter and packs_on_device(backend))
-
-
-def check_options(options: object) -> PushOptions:
-    """Return ``options`` if these are PushOptions.
-
-    Raises:
-        InvalidRequestError: Something else.
-    """
-    if not isinstance(options, PushOptions):
-        raise InvalidRequestError(
-            f"options={shown_value(options)}: give trainer_side.PushOptions(...)"
-        )
-    return options
 
 
 def check_replicas(require: object) -> int:
