@@ -405,7 +405,7 @@ def policy_to_row(policy: Policy) -> tuple[Any, ...]:
         policy.retain,
         policy.forgotten,
         policy.owner,
-        *_parts(lease, "trainer_id", "session_id", "fencing_token", "seconds"),
+        *_parts(lease, "trainer_id", "session_id", "fencing_token", "time_to_live"),
         *_parts(lease and lease.process, "host", "host_key", "pid", "start_time"),
     )
 
@@ -418,7 +418,7 @@ def policy_from_row(row: Sequence[Any]) -> Policy:
     if held[0] is not None:
         trainer_id, session_id, lease_token, seconds, *process = held
         started = TrainerProcess(*process)
-        lease = Lease(trainer_id, session_id, lease_token, 0.0, started, seconds=seconds)
+        lease = Lease(trainer_id, session_id, lease_token, 0.0, started, time_to_live=seconds)
     return Policy(
         name,
         PolicyKind(kind),
