@@ -239,7 +239,7 @@ def test_a_listing_reads_fields_and_properties_and_takes_the_others() -> None:
     told = listing(_Place, types_pb2.PolicyVersion, told=["version"])
     assert told(_Place("math", 4), version=9).version == 9
     assert told(_Place("math", 4)).version == 0
-    with pytest.raises(SchemaError, match="has no field .*number"):
+    with pytest.raises(SchemaError, match="PolicyVersion has no field"):
         listing(_Place, types_pb2.PolicyVersion, told=["number"])
 
 
@@ -274,5 +274,5 @@ def test_what_is_only_listed_is_not_decoded() -> None:
 
 
 def test_an_attribute_that_does_not_fit_is_named() -> None:
-    with pytest.raises(SchemaError, match="PolicyVersion.version, which is _Text.version"):
+    with pytest.raises(SchemaError, match=r"PolicyVersion\.version, which is _Text\.version"):
         listing(_Text, types_pb2.PolicyVersion)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from weft_rl import __version__
@@ -52,7 +52,7 @@ from weft_rl.rpc.codec import (
     timestamp_to_proto,
     vector_to_proto,
 )
-from weft_rl.schema import MessageCodec, codec, converter, listing
+from weft_rl.schema import codec, converter, listing
 from weft_rl.v1 import inspect_pb2, publish_pb2, replica_pb2, types_pb2
 
 # Policies that a replica names which it serves otherwise than the pool.
@@ -78,6 +78,7 @@ _transfer: Final = listing(
 _recorded: Final = listing(VersionRecord, publish_pb2.Transfer, told=["state"])
 _version: Final = listing(VersionRecord, inspect_pb2.Version)
 _replica: Final = listing(Replica, inspect_pb2.Replica, told=["checkpoint", "report"])
+SPILLED_COPY: Final = listing(effects.CallRestore, replica_pb2.SpilledCopy)
 _route: Final = listing(Replica, inspect_pb2.Route)
 _policy: Final = listing(Policy, inspect_pb2.Policy, told=["lease"])
 
@@ -241,74 +242,6 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
             PolicyVersion(policy.name, policy.served_version)
         ),
     )
-
-
-# -- orders to replicas -----------------------------------------------------------
-
-_ORDER: Final = ("coordinator_generation", "pool_id")
-_TO: Final = ("replica_id", "address")
-#: Codecs of the orders, each of whose messages is told the coordinator's generation and pool.
-ORDERS: Final[Mapping[type, MessageCodec[Any, Any]]] = {
-    made.value: made
-    for made in (
-        codec(
-            effects.CallJoin,
-            replica_pb2.JoinGroupRequest,
-            given=[*_TO, "transfer_id", "group", "first_rank"],
-            told=[*_ORDER, "trainer_id", "group", "is_probe"],
-        ),
-        codec(
-            effects.CallRestore,
-            replica_pb2.SwitchVersionRequest,
-            given=[
-                *_TO,
-                "transfer_id",
-                "adapter",
-                "content_digest",
-                "layout_digest",
-                "alias",
-                "timeout_seconds",
-            ],
-            told=[*_ORDER, "spilled"],
-        ),
-        codec(effects.CallLoad, replica_pb2.LoadTransferRequest, given=_TO, told=_ORDER),
-        codec(effects.CallCommit, replica_pb2.CommitTransferRequest, given=_TO, told=_ORDER),
-        codec(
-            effects.CallSend,
-            replica_pb2.SendVersionRequest,
-            given=[*_TO, "group"],
-            told=[*_ORDER, "group"],
-        ),
-        codec(
-            effects.CallSwitch,
-            replica_pb2.SwitchVersionRequest,
-            given=[*_TO, "transfer_id"],
-            told=[*_ORDER, "spilled"],
-        ),
-        codec(effects.CallDiscard, replica_pb2.DiscardTransferRequest, given=_TO, told=_ORDER),
-        codec(effects.CallRefuse, replica_pb2.RefuseRequestsRequest, given=_TO, told=_ORDER),
-        codec(
-            effects.CallSleep,
-            replica_pb2.SleepRequest,
-            given=[*_TO, "aborts", "call_seconds"],
-            told=[*_ORDER, "when_running"],
-        ),
-        codec(
-            effects.CallWake, replica_pb2.WakeUpRequest, given=[*_TO, "call_seconds"], told=_ORDER
-        ),
-        codec(
-            effects.CallRetire,
-            replica_pb2.RetireVersionsRequest,
-            given=[*_TO, "incarnation"],
-            told=_ORDER,
-        ),
-    )
-}
-SPILLED_COPY: Final = codec(
-    effects.CallRestore,
-    replica_pb2.SpilledCopy,
-    given=[*_TO, "incarnation", "version", "timeout_seconds"],
-)
 
 
 # -- the pool as a whole ---------------------------------------------------------
