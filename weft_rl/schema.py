@@ -269,7 +269,7 @@ class _CodecFactory(Generic[_V, _M]):
             return fields[name]
         for suffix in {one.suffix for one in _CONVERTERS.values() if one.suffix}:
             field = fields.get(name.removesuffix(suffix))
-            if field is not None and self._converter(_bare(hint), field) is not None:
+            if field is not None and self._converter(without_none(hint), field) is not None:
                 return field
         raise SchemaError(f"{self._value.__name__}.{name} is no field of {descriptor.full_name}")
 
@@ -303,7 +303,8 @@ class _CodecFactory(Generic[_V, _M]):
         """Return the expressions that encode and decode one field."""
         if field.metadata.keys() - {"unset", "most"}:
             raise SchemaError(f"{self._where(field, theirs)}: metadata {dict(field.metadata)}")
-        bare, is_optional = _bare(hint), _bare(hint) is not hint
+        bare = without_none(hint)
+        is_optional = bare is not hint
         ours, got = f"value.{field.name}", f"message.{theirs.name}"
         if _is_list(theirs):
             return self._several(field, bare, theirs)
@@ -450,7 +451,7 @@ def _is_list(field: FieldDescriptor) -> bool:
     return isinstance(field.default_value, list)
 
 
-def _bare(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """Return X of ``X | None``; another type as it is."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(hint) if part is not types.NoneType]

@@ -254,7 +254,8 @@ def test_a_listing_leaves_out_a_message_that_its_value_lacks() -> None:
     encode = listing(_Story, publish_pb2.Transfer)
     story = encode(_Story(_Place("math", 4)), epoch=3)
     assert (story.version.version, story.epoch) == (5, 3)
-    assert not story.HasField("pause") and not story.HasField("content_digest")
+    assert not story.HasField("pause")
+    assert not story.HasField("content_digest")
     paused = encode(_Story(_Place("math", 4), 1.5, ContentDigest(1, b"d", 8)))
     assert (paused.pause.seconds, paused.pause.nanos) == (1, 500_000_000)
     assert paused.content_digest.size_bytes == 8
