@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import re
 import types
 import typing
@@ -121,6 +122,29 @@ def codec(
     return made
 
 
+def listing(value: type[Any], message: type[_M], *, told: Iterable[str] = ()) -> Callable[..., _M]:
+    """Make the function that encodes what a message tells of a value, and nothing decodes.
+
+    It reads the fields of the message that are attributes of the value, its properties included,
+    and takes all others by keyword; one without an argument stays unset. So does a field of a
+    message whose value is None or 0.
+
+    Args:
+        told: Fields that are taken by keyword, too, though the value has an attribute of the name.
+
+    Raises:
+        SchemaError: An attribute does not fit its field; names it.
+    """
+    made, keywords = _CodecFactory(value, message, frozenset(), frozenset(told)).listing()
+    if not keywords:
+        converter(value, message, made, _not_decoded)
+    return made
+
+
+def _not_decoded(message: Message) -> Any:
+    raise SchemaError(f"{message.DESCRIPTOR.full_name} is encoded only")
+
+
 def enum_name(descriptor: Any, member: enum.Enum) -> str:
     """Return the name that a member of an enum has in ``weft.v1``: the prefix is the enum's own."""
     prefix = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", descriptor.name).upper()
@@ -172,9 +196,9 @@ class _CodecFactory(Generic[_V, _M]):
                 decoded.append(f"{field.name}={back}")
         self._check(descriptor, known)
         encoded += [f"{name}={name}" for name in sorted(self._told)]
-        source = self._source(encoded, decoded)
-        # No input: the source is made of names of fields alone.
-        exec(compile(source, f"<codec of {self._value.__name__}>", "exec"), self._names)
+        source = self._compile(
+            [*self._encode_lines(encoded, sorted(self._told)), *self._decode_lines(decoded)]
+        )
         return MessageCodec(
             self._value,
             self._message,
@@ -185,6 +209,26 @@ class _CodecFactory(Generic[_V, _M]):
             self._flat(encoded),
         )
 
+    def listing(self) -> tuple[Callable[..., _M], Sequence[str]]:
+        """Make the function, and list the fields that it takes by keyword."""
+        ours, descriptor = _attributes(self._value), typing.cast(Any, self._message.DESCRIPTOR)
+        suffixes = ["", *{one.suffix for one in _CONVERTERS.values() if one.suffix}]
+        encoded, told = list[str](), list[str]()
+        for theirs in descriptor.fields:
+            names = [theirs.name + suffix for suffix in suffixes if theirs.name + suffix in ours]
+            if not names or theirs.name in self._told:
+                told.append(theirs.name)
+                encoded.append(f"{theirs.name}={theirs.name}")
+                continue
+            there, _ = self._pair(*ours[names[0]], theirs)
+            if theirs.message_type and not _is_list(theirs):
+                there += f" if value.{names[0]} else None"
+            encoded.append(f"{theirs.name}={there}")
+        if unknown := self._told - {*told}:
+            raise SchemaError(f"{descriptor.full_name} has no field {unknown}")
+        self._compile(self._encode_lines(encoded, told))
+        return self._names["encode"], told
+
     def _flat(self, encoded: Sequence[str]) -> str:
         plain = [_PLAIN.fullmatch(one) for one in encoded]
         first, *others = [f"{one[1]}={{0}}.{one[2]}" for one in plain if one] or [""]
@@ -192,23 +236,30 @@ class _CodecFactory(Generic[_V, _M]):
             return ""
         return ", ".join([first.format("(_n := {0})"), *(one.format("_n") for one in others)])
 
-    def _source(self, encoded: Sequence[str], decoded: Sequence[str]) -> str:
-        told = "".join(f", {name}=None" for name in sorted(self._told))
-        given = "".join(f", {name}" for name in sorted(self._given))
-        lines = [
-            f"def encode(value{told and ', *' + told}):",
+    def _compile(self, lines: Sequence[str]) -> str:
+        """Define the functions of a source under their names; return the source."""
+        source = "\n".join(lines) + "\n"
+        # No input: the source is made of names of fields alone.
+        exec(compile(source, f"<codec of {self._value.__name__}>", "exec"), self._names)
+        return source
+
+    def _encode_lines(self, encoded: Sequence[str], told: Sequence[str]) -> list[str]:
+        given = "".join(f", {name}=None" for name in told)
+        return [
+            f"def encode(value{given and ', *' + given}):",
             f"    return _Message({', '.join(encoded)})",
-            f"def decode(message{given and ', *' + given}):",
         ]
+
+    def _decode_lines(self, decoded: Sequence[str]) -> list[str]:
+        given = "".join(f", {name}" for name in sorted(self._given))
+        lines = [f"def decode(message{given and ', *' + given}):"]
         if hasattr(self._value, "__dict__") and not hasattr(self._value, "__slots__"):
             # Not by __init__, which sets each field of a frozen dataclass in a call of its own.
             lines += ["    made = _new(_Value)", f"    made.__dict__.update({', '.join(decoded)})"]
             if hasattr(self._value, "__post_init__"):
                 lines.append("    made.__post_init__()")
-            lines.append("    return made")
-        else:
-            lines.append(f"    return _Value({', '.join(decoded)})")
-        return "\n".join(lines) + "\n"
+            return [*lines, "    return made"]
+        return [*lines, f"    return _Value({', '.join(decoded)})"]
 
     def _field_of(self, descriptor: Any, name: str, hint: Any) -> Any:
         """Return the field of the message that has a value's field's name, or the name without the
@@ -218,7 +269,7 @@ class _CodecFactory(Generic[_V, _M]):
             return fields[name]
         for suffix in {one.suffix for one in _CONVERTERS.values() if one.suffix}:
             field = fields.get(name.removesuffix(suffix))
-            if field is not None and self._converter(_bare(hint), field) is not None:
+            if field is not None and self._converter(without_none(hint), field) is not None:
                 return field
         raise SchemaError(f"{self._value.__name__}.{name} is no field of {descriptor.full_name}")
 
@@ -252,7 +303,8 @@ class _CodecFactory(Generic[_V, _M]):
         """Return the expressions that encode and decode one field."""
         if field.metadata.keys() - {"unset", "most"}:
             raise SchemaError(f"{self._where(field, theirs)}: metadata {dict(field.metadata)}")
-        bare, is_optional = _bare(hint), _bare(hint) is not hint
+        bare = without_none(hint)
+        is_optional = bare is not hint
         ours, got = f"value.{field.name}", f"message.{theirs.name}"
         if _is_list(theirs):
             return self._several(field, bare, theirs)
@@ -377,12 +429,29 @@ _SCALARS: Final[Mapping[int, type]] = {
 }
 
 
+def _attributes(value: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Return the fields and properties of a dataclass, with their types."""
+    hints = typing.get_type_hints(value)
+    found = {one.name: (one, hints[one.name]) for one in dataclasses.fields(value)}
+    for name, member in inspect.getmembers_static(value):
+        function = getattr(member, "fget", getattr(member, "func", None))  # cached or not
+        if function is not None and not name.startswith("_"):
+            found[name] = _named(name), typing.get_type_hints(function)["return"]
+    return found
+
+
+def _named(name: str) -> Any:
+    field = dataclasses.field()
+    field.name = name
+    return field
+
+
 def _is_list(field: FieldDescriptor) -> bool:
     # Not by its label: protobuf 5 and 7 have no common way to ask for that.
     return isinstance(field.default_value, list)
 
 
-def _bare(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """Return X of ``X | None``; another type as it is."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(hint) if part is not types.NoneType]

@@ -104,12 +104,12 @@ async def test_pin(pool: Pool) -> None:
     await (await pool.trainer()).push()
     await _pin(pool, "math", 1)
     await _pin(pool, "math", 1)
-    assert list((await _policy(pool, "math")).pinned_versions) == [1]
+    assert list((await _policy(pool, "math")).pinned) == [1]
     await pool.restart()
-    assert list((await _policy(pool, "math")).pinned_versions) == [1]
+    assert list((await _policy(pool, "math")).pinned) == [1]
     await _pin(pool, "math", 1, pinned=False)
     await _pin(pool, "math", 1, pinned=False)
-    assert list((await _policy(pool, "math")).pinned_versions) == []
+    assert list((await _policy(pool, "math")).pinned) == []
 
 
 async def test_a_pin_of_the_base_is_told_with_each_heartbeat(pool: Pool) -> None:

@@ -78,8 +78,8 @@ async def test_it_begins_a_push_and_gives_it_up(pool: Pool, adapter: Path) -> No
     listed = await trainer.inspect.ListTransfers(inspect_pb2.ListTransfersRequest())
     (transfer,) = listed.transfers
     assert transfer.purpose == publish_pb2.TRANSFER_PURPOSE_PUSH
-    assert transfer.failure_reason == "TRANSFER_ABORTED"
-    assert "a stranger's first try" in transfer.failure_message
+    assert transfer.failure.reason == "TRANSFER_ABORTED"
+    assert "a stranger's first try" in transfer.failure.message
 
 
 @needs_a_client

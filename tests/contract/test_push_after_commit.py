@@ -134,9 +134,9 @@ async def test_what_every_replica_refuses_has_failed(
     listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy=policy))
     failed, before = listed.versions
     assert failed.state == inspect_pb2.VERSION_STATE_FAILED
-    assert (failed.failure_reason, failed.failure_message) == (error.reason, error.message)
+    assert (failed.failure.reason, failed.failure.message) == (error.reason, error.message)
     assert before.state == inspect_pb2.VERSION_STATE_COMMITTED
-    assert not before.failure_reason
+    assert not before.HasField("failure")
     pooled = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
     (served,) = [p.served_version for p in pooled.policies if p.policy == policy]
     assert served == 1

@@ -45,7 +45,7 @@ def wrong_versions(policy: str, own: Mapping[int, str], listed: Iterable[pb.Vers
                 wrong.append(f"{name} was acknowledged and is not known")
         elif known.state not in _SERVED:
             state = pb.VersionState.Name(known.state)
-            wrong.append(f"{name} was acknowledged and is {state}: {known.failure_message}")
+            wrong.append(f"{name} was acknowledged and is {state}: {known.failure.message}")
         elif known.content_digest_hex != digest:
             wrong.append(f"{name} was acknowledged as {digest}, not {known.content_digest_hex}")
     return wrong

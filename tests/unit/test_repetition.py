@@ -15,7 +15,7 @@ _PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
 #: Lines of the packages that name a call, its request or its response, in the mean; wanted are 10.
 MAX_LINES = 12.5
 #: Messages that are built by hand from a value whose fields bear the same names; wanted are 0.
-MAX_COPIES = 7
+MAX_COPIES = 0
 #: Fields of one value from which on a message repeats it.
 _FIELDS_OF_A_COPY = 3
 _SERVICES = {

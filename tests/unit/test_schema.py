@@ -21,9 +21,10 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.sampling import Sampling
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ContentDigest
 from weft_rl.coordinator.services.calls import CODECS
 from weft_rl.rpc.codec import CAPABILITIES, SLEEP
-from weft_rl.schema import MADE, MessageCodec, SchemaError, codec
+from weft_rl.schema import MADE, MessageCodec, SchemaError, codec, listing
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 
 _TEXT = st.text("ab0.é", max_size=5)
@@ -219,3 +220,60 @@ def test_an_enum_s_number_must_be_a_member_s(number: int, words: str) -> None:
 
 def test_zero_is_what_the_field_says() -> None:
     assert SLEEP.decode(registry_pb2.Sleep()).level == 1
+
+
+@dataclass(frozen=True)
+class _Place:
+    policy: str
+    number: int
+    until: float = 0.0
+
+    @property
+    def version(self) -> int:
+        return self.number + 1
+
+
+def test_a_listing_reads_fields_and_properties_and_takes_the_others() -> None:
+    encode = listing(_Place, types_pb2.PolicyVersion)
+    assert encode(_Place("math", 4)) == types_pb2.PolicyVersion(policy="math", version=5)
+    told = listing(_Place, types_pb2.PolicyVersion, told=["version"])
+    assert told(_Place("math", 4), version=9).version == 9
+    assert told(_Place("math", 4)).version == 0
+    with pytest.raises(SchemaError, match="PolicyVersion has no field"):
+        listing(_Place, types_pb2.PolicyVersion, told=["number"])
+
+
+@dataclass(frozen=True)
+class _Story:
+    version: _Place
+    pause_seconds: float = 0.0
+    content_digest: ContentDigest | None = None
+
+
+def test_a_listing_leaves_out_a_message_that_its_value_lacks() -> None:
+    encode = listing(_Story, publish_pb2.Transfer)
+    story = encode(_Story(_Place("math", 4)), epoch=3)
+    assert (story.version.version, story.epoch) == (5, 3)
+    assert not story.HasField("pause")
+    assert not story.HasField("content_digest")
+    paused = encode(_Story(_Place("math", 4), 1.5, ContentDigest(1, b"d", 8)))
+    assert (paused.pause.seconds, paused.pause.nanos) == (1, 500_000_000)
+    assert paused.content_digest.size_bytes == 8
+
+
+def test_what_is_only_listed_is_not_decoded() -> None:
+    listing(_Place, types_pb2.PolicyVersion)
+
+    @dataclass(frozen=True)
+    class Held:
+        version: _Place
+        content_digest: bytes
+        spilled: bool
+
+    with pytest.raises(SchemaError, match="encoded only"):
+        codec(Held, types_pb2.HeldVersion).decode(types_pb2.HeldVersion())
+
+
+def test_an_attribute_that_does_not_fit_is_named() -> None:
+    with pytest.raises(SchemaError, match=r"PolicyVersion\.version, which is _Text\.version"):
+        listing(_Text, types_pb2.PolicyVersion)

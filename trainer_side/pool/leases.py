@@ -262,7 +262,7 @@ class Leases:
                     waiting = True
                 if not self._may_retry(deadline):
                     raise error from rpc_error
-        return self._note_acquired(kind, response)
+        return self._note_acquired(policy, kind, response)
 
     def _may_retry(self, deadline: float) -> bool:
         """Wait a moment; return False if there is no time left, or this object was closed."""
@@ -285,23 +285,26 @@ class Leases:
         )
 
     def _note_acquired(
-        self, kind: types_pb2.PolicyKind.ValueType, response: pb.AcquirePolicyResponse
+        self,
+        policy: str,
+        kind: types_pb2.PolicyKind.ValueType,
+        response: pb.AcquirePolicyResponse,
     ) -> int:
         """Note an acquired lease; return its token."""
         lease = response.lease
         check_counted("fencing token", lease.fencing_token)
-        check_counted(f"version {lease.policy}@", response.last_version)
+        check_counted(f"version {policy}@", response.last_version)
         with self._lock:
             self._pool_id = response.pool_id or self._pool_id
-            last_version, last_token = self._last.get(lease.policy, (0, 0))
+            last_version, last_token = self._last.get(policy, (0, 0))
             last_version = max(last_version, response.last_version)
-            self._last[lease.policy] = last_version, max(last_token, lease.fencing_token)
+            self._last[policy] = last_version, max(last_token, lease.fencing_token)
             held = _HeldLease(kind, lease.fencing_token, duration_from_proto(lease.time_to_live))
-            if (former := self._held.get(lease.policy)) is not None:  # the same need is told once
+            if (former := self._held.get(policy)) is not None:  # the same need is told once
                 held.lost_version = former.lost_version
                 held.answered_version = former.answered_version
-            self._held[lease.policy] = held
-            self._known.add(lease.policy)
+            self._held[policy] = held
+            self._known.add(policy)
         return lease.fencing_token
 
     def _refused(self, policy: str, error: PolicyOwnedError, was_held: bool) -> WeftError:
@@ -400,7 +403,7 @@ class Leases:
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
             else:
-                self._note_acquired(lease.kind, response)
+                self._note_acquired(policy, lease.kind, response)
                 self._note(policy, self._held[policy], response.publish_again_version)
                 return
         is_elsewhere = error.reason == "POOL_MISMATCH"  # its own pool's may be back in a moment

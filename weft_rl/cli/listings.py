@@ -72,7 +72,7 @@ def versions(
     for name in names:
         for version in _newest(stub, name, limit):
             known = (policies.get(name, pb.Policy()), version)
-            table.add(known, _failure(version.failure_reason, version.failure_message))
+            table.add(known, _failure(version))
             listed.versions.append(version)
     yield table, listed
 
@@ -87,7 +87,7 @@ def _remarks(policy: pb.Policy, version: pb.Version) -> Iterator[Text]:
     number = version.version.version
     if policy.served_version == number:
         yield Text("served", "bold")
-    if number in policy.pinned_versions:
+    if number in policy.pinned:
         yield Text("pinned")
     if version.HasField("trained_on_base_version"):
         yield Text(f"trained on base@{version.trained_on_base_version}", "dim")
@@ -103,8 +103,9 @@ _VERSION_COLUMNS = (
 )
 
 
-def _failure(reason: str, message: str) -> list[Text]:
-    return [Text(f"{reason}: {message}", "red")] if reason else []
+def _failure(of: pb.Version | publish_pb2.Transfer) -> list[Text]:
+    is_failed = of.HasField("failure")
+    return [Text(f"{of.failure.reason}: {of.failure.message}", "red")] if is_failed else []
 
 
 # -- transfers ---------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def transfers(
     table = FittedTable("transfers", _TRANSFER_COLUMNS, empty="no such transfer is known")
     for transfer in listed:
         refusals = [Text(f"{r.replica_id}: {r.message}", "dim") for r in transfer.refusals]
-        failure = _failure(transfer.failure_reason, transfer.failure_message)
+        failure = _failure(transfer)
         table.add(transfer, failure + refusals)
     yield table, pb.ListTransfersResponse(transfers=listed)
 

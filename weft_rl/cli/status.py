@@ -236,10 +236,10 @@ def _more(number: int) -> str:
 
 def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
     """Explain why a replica's base@0 was not compared; empty if it was."""
-    known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
+    known = replica.checkpoint.state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
     if known or pool.version_vector.base or replica.version_vector.base:
         return ""
-    return f"base@0 not compared: {replica.checkpoint_reason}"
+    return f"base@0 not compared: {replica.checkpoint.reason}"
 
 
 def stale_draft(replica: pb.Replica) -> str:
@@ -307,8 +307,8 @@ def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
     if is_adapter and (not has_base or policy.over_another_base):
         trained_on = policy.trained_on_base_version if has_base else None
         served += f" ({provenance(trained_on, pool.version_vector.base)})"
-    if policy.pinned_versions:
-        served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
+    if policy.pinned:
+        served += f" (pinned: {', '.join(map(str, policy.pinned))})"
     return served
 
 
@@ -330,6 +330,6 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     if transfer.backend:
         why = f": {transfer.backend_reason}" if transfer.backend_reason else ""
         text.append(f"\n  over {transfer.backend}{why}", "dim")
-    if transfer.failure_reason:
-        text.append(f"\n  {transfer.failure_reason}: {transfer.failure_message}", "red")
+    if transfer.HasField("failure"):
+        text.append(f"\n  {transfer.failure.reason}: {transfer.failure.message}", "red")
     return text

@@ -388,9 +388,7 @@ class Replica(_message.Message):
     VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
     SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_STATE_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     DIFFERENCES_FIELD_NUMBER: _builtins.int
     NUM_MORE_DIFFERENCES_FIELD_NUMBER: _builtins.int
@@ -410,12 +408,6 @@ class Replica(_message.Message):
     """
     model_name: _builtins.str
     """Name of the model in the OpenAI API."""
-    checkpoint_state: _registry_pb2.CheckpointState.ValueType
-    """What is known of the checkpoint that it was started with."""
-    checkpoint_digest: _builtins.bytes
-    """See Checkpoint.digest."""
-    checkpoint_reason: _builtins.str
-    """See Checkpoint.reason."""
     num_more_differences: _builtins.int
     """How many more there are."""
     @_builtins.property
@@ -429,6 +421,10 @@ class Replica(_message.Message):
     @_builtins.property
     def since_heartbeat(self) -> _duration_pb2.Duration:
         """Time since it was last heard."""
+
+    @_builtins.property
+    def checkpoint(self) -> _registry_pb2.Checkpoint:
+        """What is known of the checkpoint that it was started with, without its files."""
 
     @_builtins.property
     def report(self) -> _registry_pb2.ReplicaReport:
@@ -453,16 +449,14 @@ class Replica(_message.Message):
         version_vector_index: _builtins.int | None = ...,
         since_heartbeat: _duration_pb2.Duration | None = ...,
         model_name: _builtins.str = ...,
-        checkpoint_state: _registry_pb2.CheckpointState.ValueType = ...,
-        checkpoint_digest: _builtins.bytes = ...,
-        checkpoint_reason: _builtins.str = ...,
+        checkpoint: _registry_pb2.Checkpoint | None = ...,
         report: _registry_pb2.ReplicaReport | None = ...,
         differences: _abc.Iterable[Global___VersionDifference] | None = ...,
         num_more_differences: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "report", b"report", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "report", b"report", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "differences", b"differences", "http_url", b"http_url", "model_name", b"model_name", "num_more_differences", b"num_more_differences", "replica_id", b"replica_id", "report", b"report", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "differences", b"differences", "http_url", b"http_url", "model_name", b"model_name", "num_more_differences", b"num_more_differences", "replica_id", b"replica_id", "report", b"report", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version_vector_index: _TypeAlias = _typing.Literal["version_vector_index"]  # noqa: Y015
     _WhichOneofArgType__version_vector_index: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index"]  # noqa: Y015
@@ -562,7 +556,7 @@ class Policy(_message.Message):
     LAST_VERSION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
-    PINNED_VERSIONS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_FIELD_NUMBER: _builtins.int
     HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
@@ -614,7 +608,7 @@ class Policy(_message.Message):
         """Its owner now; absent when nobody holds the lease."""
 
     @_builtins.property
-    def pinned_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def pinned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions that are never retired, ascending."""
 
     @_builtins.property
@@ -632,7 +626,7 @@ class Policy(_message.Message):
         last_version: _builtins.int = ...,
         versions: _abc.Iterable[_builtins.int] | None = ...,
         lease: _publish_pb2.Lease | None = ...,
-        pinned_versions: _abc.Iterable[_builtins.int] | None = ...,
+        pinned: _abc.Iterable[_builtins.int] | None = ...,
         publish_again_version: _builtins.int = ...,
         num_retained: _builtins.int = ...,
         has_own_retention: _builtins.bool = ...,
@@ -643,7 +637,7 @@ class Policy(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "over_another_base", b"over_another_base", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "over_another_base", b"over_another_base", "pinned", b"pinned", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
     _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
@@ -724,8 +718,7 @@ class Version(_message.Message):
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
-    FAILURE_REASON_FIELD_NUMBER: _builtins.int
-    FAILURE_MESSAGE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
     OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
@@ -742,10 +735,6 @@ class Version(_message.Message):
     """layout_digest in hexadecimal, as errors and logs show it."""
     content_digest_hex: _builtins.str
     """content_digest.value, likewise."""
-    failure_reason: _builtins.str
-    """Why it was aborted or has failed: the ErrorInfo reason; empty otherwise."""
-    failure_message: _builtins.str
-    """The same for people."""
     served_over_base_version: _builtins.int
     """Version of the base that it is served over now; absent unless it is an adapter
     that can be requested.
@@ -770,6 +759,10 @@ class Version(_message.Message):
     def commit_time(self) -> _timestamp_pb2.Timestamp:
         """When it was committed."""
 
+    @_builtins.property
+    def failure(self) -> _types_pb2.Failure:
+        """Why it was aborted or has failed; absent otherwise."""
+
     def __init__(
         self,
         *,
@@ -784,14 +777,13 @@ class Version(_message.Message):
         trained_on_base_version: _builtins.int | None = ...,
         layout_digest_hex: _builtins.str = ...,
         content_digest_hex: _builtins.str = ...,
-        failure_reason: _builtins.str = ...,
-        failure_message: _builtins.str = ...,
+        failure: _types_pb2.Failure | None = ...,
         served_over_base_version: _builtins.int | None = ...,
         over_another_base: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "served_over_base_version", b"served_over_base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "failure", b"failure", "served_over_base_version", b"served_over_base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "over_another_base", b"over_another_base", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure", b"failure", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "over_another_base", b"over_another_base", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

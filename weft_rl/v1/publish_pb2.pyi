@@ -397,12 +397,9 @@ class Lease(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_FIELD_NUMBER: _builtins.int
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
-    policy: _builtins.str
-    """What is held."""
     trainer_id: _builtins.str
     """Who holds it."""
     fencing_token: _builtins.int
@@ -414,14 +411,13 @@ class Lease(_message.Message):
     def __init__(
         self,
         *,
-        policy: _builtins.str = ...,
         trainer_id: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy", "time_to_live", b"time_to_live", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "time_to_live", b"time_to_live", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -894,8 +890,7 @@ class Transfer(_message.Message):
     FORMING_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
     COMMITTING_FIELD_NUMBER: _builtins.int
-    FAILURE_REASON_FIELD_NUMBER: _builtins.int
-    FAILURE_MESSAGE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -926,10 +921,6 @@ class Transfer(_message.Message):
     """Buckets that are sent: of its manifest, or of its send plan."""
     num_buckets_verified: _builtins.int
     """Buckets that every receiver has verified."""
-    failure_reason: _builtins.str
-    """Why it was aborted: the ErrorInfo reason; empty otherwise."""
-    failure_message: _builtins.str
-    """The same for people."""
     layout_digest: _builtins.bytes
     """Layout it was sent in (SHA-256)."""
     epoch: _builtins.int
@@ -985,6 +976,10 @@ class Transfer(_message.Message):
         """From then until every replica served it."""
 
     @_builtins.property
+    def failure(self) -> _types_pb2.Failure:
+        """Why it was aborted; absent otherwise."""
+
+    @_builtins.property
     def content_digest(self) -> _types_pb2.ContentDigest:
         """What the sender and every receiver computed over the content; set once
         staged.
@@ -1034,8 +1029,7 @@ class Transfer(_message.Message):
         forming: _duration_pb2.Duration | None = ...,
         staging: _duration_pb2.Duration | None = ...,
         committing: _duration_pb2.Duration | None = ...,
-        failure_reason: _builtins.str = ...,
-        failure_message: _builtins.str = ...,
+        failure: _types_pb2.Failure | None = ...,
         layout_digest: _builtins.bytes = ...,
         content_digest: _types_pb2.ContentDigest | None = ...,
         epoch: _builtins.int = ...,
@@ -1055,9 +1049,9 @@ class Transfer(_message.Message):
         replaced_version: _builtins.int = ...,
         pauses: _abc.Iterable[Global___GenerationPause] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "failure", b"failure", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/types.proto\x12\x07weft.v1\"p\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x04\"4\n\x06\x42ucket\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bnum_tensors\x18\x02 \x01(\r\"j\n\x08SendPlan\x12\x13\n\x0bnum_senders\x18\x01 \x01(\r\x12\x0f\n\x07senders\x18\x02 \x03(\r\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12\x15\n\rpayload_bytes\x18\x04 \x03(\x04\x12\x10\n\x08num_runs\x18\x05 \x03(\r\"\x9a\x01\n\x0eManifestHeader\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x32\n\x10\x64igest_algorithm\x18\x04 \x01(\x0e\x32\x18.weft.v1.DigestAlgorithm\x12\x15\n\rlayout_digest\x18\x05 \x01(\x0c\"\x80\x01\n\rManifestChunk\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.weft.v1.ManifestHeader\x12 \n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x0f.weft.v1.Bucket\x12$\n\x07tensors\x18\x03 \x03(\x0b\x32\x13.weft.v1.TensorSpec\"_\n\rContentDigest\x12+\n\talgorithm\x18\x01 \x01(\x0e\x32\x18.weft.v1.DigestAlgorithm\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"0\n\rPolicyVersion\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"B\n\x0f\x41\x64\x61pterVersions\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x10\n\x08versions\x18\x02 \x03(\x03\x12\r\n\x05\x61lias\x18\x03 \x01(\x03\"v\n\rVersionVector\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x03\x12*\n\x08\x61\x64\x61pters\x18\x02 \x03(\x0b\x32\x18.weft.v1.AdapterVersions\x12\x19\n\x11num_more_adapters\x18\x03 \x01(\r\x12\x10\n\x08revision\x18\x04 \x01(\x04\"_\n\x0bHeldVersion\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x16\n\x0e\x63ontent_digest\x18\x02 \x01(\x0c\x12\x0f\n\x07spilled\x18\x03 \x01(\x08\"|\n\x0cVersionFacts\x12.\n\x0e\x63ontent_digest\x18\x01 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\x12%\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\"~\n\x0b\x41\x64\x61pterSpec\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x18\n\x10\x62\x61se_fingerprint\x18\x02 \x01(\t\x12$\n\x17trained_on_base_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x1a\n\x18_trained_on_base_version\"O\n\x0fReferenceTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\"B\n\x0fReferenceModule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64ims\x18\x02 \x03(\x03\x12\x13\n\x0bother_names\x18\x03 \x03(\t\"\xda\x01\n\x0eReferenceChunk\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.weft.v1.ReferenceTensor\x12)\n\x07modules\x18\x04 \x03(\x0b\x32\x18.weft.v1.ReferenceModule\x12\x16\n\x0e\x64raft_prefixes\x18\x05 \x03(\t\x12/\n\rdraft_tensors\x18\x06 \x03(\x0b\x32\x18.weft.v1.ReferenceTensor\"I\n\x0cTensorDigest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"r\n\x11TensorDigestChunk\x12&\n\x07tensors\x18\x01 \x03(\x0b\x32\x15.weft.v1.TensorDigest\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c*\xb6\x02\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x1b\n\x17\x44\x41TA_TYPE_FLOAT8_E4M3FN\x10\x05\x12\x19\n\x15\x44\x41TA_TYPE_FLOAT8_E5M2\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_INT16\x10\x08\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\t\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\n\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x0b\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x0c*P\n\x0f\x44igestAlgorithm\x12 \n\x1c\x44IGEST_ALGORITHM_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44IGEST_ALGORITHM_WSUM64\x10\x02*X\n\nPolicyKind\x12\x1b\n\x17POLICY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10POLICY_KIND_BASE\x10\x01\x12\x17\n\x13POLICY_KIND_ADAPTER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/types.proto\x12\x07weft.v1\"p\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x04\"4\n\x06\x42ucket\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bnum_tensors\x18\x02 \x01(\r\"j\n\x08SendPlan\x12\x13\n\x0bnum_senders\x18\x01 \x01(\r\x12\x0f\n\x07senders\x18\x02 \x03(\r\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12\x15\n\rpayload_bytes\x18\x04 \x03(\x04\x12\x10\n\x08num_runs\x18\x05 \x03(\r\"\x9a\x01\n\x0eManifestHeader\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x32\n\x10\x64igest_algorithm\x18\x04 \x01(\x0e\x32\x18.weft.v1.DigestAlgorithm\x12\x15\n\rlayout_digest\x18\x05 \x01(\x0c\"\x80\x01\n\rManifestChunk\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.weft.v1.ManifestHeader\x12 \n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x0f.weft.v1.Bucket\x12$\n\x07tensors\x18\x03 \x03(\x0b\x32\x13.weft.v1.TensorSpec\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"_\n\rContentDigest\x12+\n\talgorithm\x18\x01 \x01(\x0e\x32\x18.weft.v1.DigestAlgorithm\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"0\n\rPolicyVersion\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"B\n\x0f\x41\x64\x61pterVersions\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x10\n\x08versions\x18\x02 \x03(\x03\x12\r\n\x05\x61lias\x18\x03 \x01(\x03\"v\n\rVersionVector\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x03\x12*\n\x08\x61\x64\x61pters\x18\x02 \x03(\x0b\x32\x18.weft.v1.AdapterVersions\x12\x19\n\x11num_more_adapters\x18\x03 \x01(\r\x12\x10\n\x08revision\x18\x04 \x01(\x04\"_\n\x0bHeldVersion\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x16\n\x0e\x63ontent_digest\x18\x02 \x01(\x0c\x12\x0f\n\x07spilled\x18\x03 \x01(\x08\"|\n\x0cVersionFacts\x12.\n\x0e\x63ontent_digest\x18\x01 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\x12%\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\"~\n\x0b\x41\x64\x61pterSpec\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x18\n\x10\x62\x61se_fingerprint\x18\x02 \x01(\t\x12$\n\x17trained_on_base_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x1a\n\x18_trained_on_base_version\"O\n\x0fReferenceTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\"B\n\x0fReferenceModule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64ims\x18\x02 \x03(\x03\x12\x13\n\x0bother_names\x18\x03 \x03(\t\"\xda\x01\n\x0eReferenceChunk\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.weft.v1.ReferenceTensor\x12)\n\x07modules\x18\x04 \x03(\x0b\x32\x18.weft.v1.ReferenceModule\x12\x16\n\x0e\x64raft_prefixes\x18\x05 \x03(\t\x12/\n\rdraft_tensors\x18\x06 \x03(\x0b\x32\x18.weft.v1.ReferenceTensor\"I\n\x0cTensorDigest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"r\n\x11TensorDigestChunk\x12&\n\x07tensors\x18\x01 \x03(\x0b\x32\x15.weft.v1.TensorDigest\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c*\xb6\x02\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x1b\n\x17\x44\x41TA_TYPE_FLOAT8_E4M3FN\x10\x05\x12\x19\n\x15\x44\x41TA_TYPE_FLOAT8_E5M2\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_INT16\x10\x08\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\t\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\n\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x0b\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x0c*P\n\x0f\x44igestAlgorithm\x12 \n\x1c\x44IGEST_ALGORITHM_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44IGEST_ALGORITHM_WSUM64\x10\x02*X\n\nPolicyKind\x12\x1b\n\x17POLICY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10POLICY_KIND_BASE\x10\x01\x12\x17\n\x13POLICY_KIND_ADAPTER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_rl.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=1844
-  _globals['_DATATYPE']._serialized_end=2154
-  _globals['_DIGESTALGORITHM']._serialized_start=2156
-  _globals['_DIGESTALGORITHM']._serialized_end=2236
-  _globals['_POLICYKIND']._serialized_start=2238
-  _globals['_POLICYKIND']._serialized_end=2326
+  _globals['_DATATYPE']._serialized_start=1888
+  _globals['_DATATYPE']._serialized_end=2198
+  _globals['_DIGESTALGORITHM']._serialized_start=2200
+  _globals['_DIGESTALGORITHM']._serialized_end=2280
+  _globals['_POLICYKIND']._serialized_start=2282
+  _globals['_POLICYKIND']._serialized_end=2370
   _globals['_TENSORSPEC']._serialized_start=32
   _globals['_TENSORSPEC']._serialized_end=144
   _globals['_BUCKET']._serialized_start=146
@@ -47,28 +47,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFESTHEADER']._serialized_end=463
   _globals['_MANIFESTCHUNK']._serialized_start=466
   _globals['_MANIFESTCHUNK']._serialized_end=594
-  _globals['_CONTENTDIGEST']._serialized_start=596
-  _globals['_CONTENTDIGEST']._serialized_end=691
-  _globals['_POLICYVERSION']._serialized_start=693
-  _globals['_POLICYVERSION']._serialized_end=741
-  _globals['_ADAPTERVERSIONS']._serialized_start=743
-  _globals['_ADAPTERVERSIONS']._serialized_end=809
-  _globals['_VERSIONVECTOR']._serialized_start=811
-  _globals['_VERSIONVECTOR']._serialized_end=929
-  _globals['_HELDVERSION']._serialized_start=931
-  _globals['_HELDVERSION']._serialized_end=1026
-  _globals['_VERSIONFACTS']._serialized_start=1028
-  _globals['_VERSIONFACTS']._serialized_end=1152
-  _globals['_ADAPTERSPEC']._serialized_start=1154
-  _globals['_ADAPTERSPEC']._serialized_end=1280
-  _globals['_REFERENCETENSOR']._serialized_start=1282
-  _globals['_REFERENCETENSOR']._serialized_end=1361
-  _globals['_REFERENCEMODULE']._serialized_start=1363
-  _globals['_REFERENCEMODULE']._serialized_end=1429
-  _globals['_REFERENCECHUNK']._serialized_start=1432
-  _globals['_REFERENCECHUNK']._serialized_end=1650
-  _globals['_TENSORDIGEST']._serialized_start=1652
-  _globals['_TENSORDIGEST']._serialized_end=1725
-  _globals['_TENSORDIGESTCHUNK']._serialized_start=1727
-  _globals['_TENSORDIGESTCHUNK']._serialized_end=1841
+  _globals['_FAILURE']._serialized_start=596
+  _globals['_FAILURE']._serialized_end=638
+  _globals['_CONTENTDIGEST']._serialized_start=640
+  _globals['_CONTENTDIGEST']._serialized_end=735
+  _globals['_POLICYVERSION']._serialized_start=737
+  _globals['_POLICYVERSION']._serialized_end=785
+  _globals['_ADAPTERVERSIONS']._serialized_start=787
+  _globals['_ADAPTERVERSIONS']._serialized_end=853
+  _globals['_VERSIONVECTOR']._serialized_start=855
+  _globals['_VERSIONVECTOR']._serialized_end=973
+  _globals['_HELDVERSION']._serialized_start=975
+  _globals['_HELDVERSION']._serialized_end=1070
+  _globals['_VERSIONFACTS']._serialized_start=1072
+  _globals['_VERSIONFACTS']._serialized_end=1196
+  _globals['_ADAPTERSPEC']._serialized_start=1198
+  _globals['_ADAPTERSPEC']._serialized_end=1324
+  _globals['_REFERENCETENSOR']._serialized_start=1326
+  _globals['_REFERENCETENSOR']._serialized_end=1405
+  _globals['_REFERENCEMODULE']._serialized_start=1407
+  _globals['_REFERENCEMODULE']._serialized_end=1473
+  _globals['_REFERENCECHUNK']._serialized_start=1476
+  _globals['_REFERENCECHUNK']._serialized_end=1694
+  _globals['_TENSORDIGEST']._serialized_start=1696
+  _globals['_TENSORDIGEST']._serialized_end=1769
+  _globals['_TENSORDIGESTCHUNK']._serialized_start=1771
+  _globals['_TENSORDIGESTCHUNK']._serialized_end=1885
 # @@protoc_insertion_point(module_scope)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from weft_rl import __version__
+from weft_rl.containers import replace
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
@@ -16,6 +17,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     Lease,
     Policy,
     PoolState,
+    live_lease,
     num_retained,
 )
 from weft_rl.coordinator.decisions.state.replica import Replica
@@ -31,6 +33,7 @@ from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
+    Failure,
     Phase,
     PolicyKind,
     RecordedFacts,
@@ -40,7 +43,7 @@ from weft_rl.coordinator.decisions.state.values import (
 from weft_rl.coordinator.messages.pages import SharedVectors, cut, entry_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
-    CAPABILITIES,
+    CHECKPOINT,
     POLICY_VERSION,
     REPORT_BESIDE_VECTOR,
     duration_to_proto,
@@ -49,8 +52,8 @@ from weft_rl.rpc.codec import (
     timestamp_to_proto,
     vector_to_proto,
 )
-from weft_rl.schema import MessageCodec, codec, converter
-from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
+from weft_rl.schema import codec, converter, listing
+from weft_rl.v1 import inspect_pb2, publish_pb2, replica_pb2, types_pb2
 
 # Policies that a replica names which it serves otherwise than the pool.
 _MAX_DIFFERENCES = 16
@@ -61,55 +64,34 @@ _MAX_DIFFERENCES = 16
 converter(SendPlan, types_pb2.SendPlan, send_plan_to_proto, send_plan_from_proto)
 CONTENT: Final = codec(ContentDigest, types_pb2.ContentDigest)
 FACTS: Final = codec(RecordedFacts, types_pb2.VersionFacts)
-_BOUND: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
-DIFFERENCE: Final = codec(VersionDifference, inspect_pb2.VersionDifference)
-_PROBLEM: Final = codec(Problem, inspect_pb2.Problem, told=["subject"])
-
-#: Answers whose lease is told beside them.
-_LEASE: Final = ("policy", "lease", "time_to_live")
-ACQUIRED: Final = codec(
-    effects.LeaseAnswer, publish_pb2.AcquirePolicyResponse, given=_LEASE, told=["lease"]
+_bound: Final = listing(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
+_difference: Final = listing(VersionDifference, inspect_pb2.VersionDifference)
+_problem: Final = listing(Problem, inspect_pb2.Problem)
+_lease: Final = listing(Lease, publish_pb2.Lease)
+_failure: Final = listing(Failure, types_pb2.Failure)
+_refusal: Final = listing(Failure, publish_pb2.TransferRefusal)
+_group: Final = listing(Group, publish_pb2.GroupPlan)
+_begun: Final = listing(effects.BeginAnswer, publish_pb2.BeginTransferResponse, told=["group"])
+_transfer: Final = listing(
+    Transfer, publish_pb2.Transfer, told=["version", "purpose", "refusals", "waits_for", "pauses"]
 )
-RENEWED: Final = codec(
-    effects.LeaseAnswer,
-    publish_pb2.RenewLeaseResponse,
-    given=[*_LEASE, "last_version"],
-    told=["lease"],
-)
-_BEGUN: Final = codec(
-    effects.BeginAnswer, publish_pb2.BeginTransferResponse, given=["group"], told=["group"]
-)
+_recorded: Final = listing(VersionRecord, publish_pb2.Transfer, told=["state"])
+_version: Final = listing(VersionRecord, inspect_pb2.Version)
+_replica: Final = listing(Replica, inspect_pb2.Replica, told=["checkpoint", "report"])
+SPILLED_COPY: Final = listing(effects.CallRestore, replica_pb2.SpilledCopy)
+_route: Final = listing(Replica, inspect_pb2.Route)
+_policy: Final = listing(Policy, inspect_pb2.Policy, told=["lease"])
 
 
 def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
     """Encode a group for the process that has ``ranks`` of it, with the tokens of those alone."""
     token, *further = map(group.token_of, ranks)
-    return publish_pb2.GroupPlan(
-        group_id=group.group_id,
-        token=token,
-        further_tokens=further,
-        epoch=group.epoch,
-        rank=ranks[0],
-        size=group.size,
-        backend=group.backend,
-        num_senders=group.num_senders,
-    )
+    return _group(group, token=token, further_tokens=further, rank=ranks[0])
 
 
 def begin_to_proto(answer: effects.BeginAnswer) -> publish_pb2.BeginTransferResponse:
     """Encode the answer to BeginTransfer; without a group if the transfer has ended."""
-    group = answer.group and group_to_proto(answer.group, answer.group.senders)
-    return _BEGUN.encode(answer, group=group)
-
-
-def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:
-    """Encode a lease with the seconds that are left to it."""
-    return publish_pb2.Lease(
-        policy=policy,
-        trainer_id=lease.trainer_id,
-        fencing_token=lease.fencing_token,
-        time_to_live=duration_to_proto(time_to_live),
-    )
+    return _begun(answer, group=answer.group and group_to_proto(answer.group, answer.group.senders))
 
 
 def transfer_to_proto(
@@ -120,40 +102,32 @@ def transfer_to_proto(
     Args:
         num_verified: Buckets that every receiver has verified, while it stages.
     """
-    phase = max(transfer.phase, Phase.FORMING)
-    started, committed = transfer.start_at, transfer.commit_at
-    end = transfer.end_at or now
-    message = publish_pb2.Transfer(
-        transfer_id=transfer.transfer_id,
+    begun, started, committed = transfer.begin_at, transfer.start_at, transfer.commit_at
+    end, layout, purpose = transfer.end_at or now, transfer.layout, transfer.purpose
+    waiting = transfer.create_time and duration_to_proto(transfer.create_time - state.wall(begun))
+    return _transfer(
+        transfer,
         version=POLICY_VERSION.encode(transfer.policy_version),
-        trainer_id=transfer.trainer_id,
-        state=publish_pb2.TransferState.ValueType(int(phase)),
-        total_bytes=transfer.layout.total_bytes,
-        num_buckets=transfer.layout.num_buckets,
-        num_buckets_verified=transfer.layout.num_buckets if committed else num_verified,
+        state=max(transfer.phase, Phase.FORMING),
+        total_bytes=layout.total_bytes,
+        num_buckets=layout.num_buckets,
+        num_buckets_verified=layout.num_buckets if committed else num_verified,
         replica_ids=transfer.targets,
-        begin_time=timestamp_to_proto(state.wall(transfer.begin_at)),
-        forming=duration_to_proto((started or end) - transfer.begin_at),
-        layout_digest=transfer.layout.digest,
-        layout_digest_hex=transfer.layout.digest.hex(),
-        epoch=transfer.epoch,
-        backend=transfer.backend,
-        backend_reason=transfer.backend_reason,
-        pause=duration_to_proto(transfer.pause_seconds),
+        begin_time=timestamp_to_proto(state.wall(begun)),
+        waiting=waiting or None,
+        forming=duration_to_proto((started or end) - begun),
+        staging=duration_to_proto((committed or end) - started) if started else None,
+        committing=duration_to_proto(end - committed) if committed else None,
         lost_replica_ids=transfer.lost,
         serving_replica_ids=sorted(transfer.served_by),
         refusals=[
-            publish_pb2.TransferRefusal(
-                replica_id=replica_id, reason=failure.reason, message=failure.message
-            )
+            _refusal(failure, replica_id=replica_id)
             for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
         ],
-        served_over_base_version=transfer.purpose.served_over,
-        over_another_base=transfer.purpose.over_another_base,
-        purpose=publish_pb2.TransferPurpose.Value(
-            f"TRANSFER_PURPOSE_{transfer.purpose.name.upper()}"
-        ),
-        waits_for=transfer.waits_for if not transfer.version else "",
+        served_over_base_version=purpose.served_over,
+        over_another_base=purpose.over_another_base,
+        purpose=f"TRANSFER_PURPOSE_{purpose.name.upper()}",
+        waits_for="" if transfer.version else transfer.waits_for,
         replaced_version=transfer.served_before,
         pauses=[
             publish_pb2.GenerationPause(
@@ -163,28 +137,16 @@ def transfer_to_proto(
             )
             for replica_id, pause in sorted(transfer.pauses.items())
         ],
+        layout_digest=layout.digest,
+        **_hex(layout.digest, transfer.content_digest),
     )
-    if transfer.create_time:
-        waiting = transfer.create_time - state.wall(transfer.begin_at)
-        message.waiting.CopyFrom(duration_to_proto(max(0.0, waiting)))
-    if started:
-        message.staging.CopyFrom(duration_to_proto((committed or end) - started))
-    if committed:
-        message.committing.CopyFrom(duration_to_proto(end - committed))
-    _put_end(message, transfer)
-    return message
 
 
-def _put_end(
-    message: publish_pb2.Transfer | inspect_pb2.Version, of: Transfer | VersionRecord
-) -> None:
-    """Add the content digest and the failure, where there are any."""
-    if of.content_digest:
-        message.content_digest.CopyFrom(CONTENT.encode(of.content_digest))
-        message.content_digest_hex = of.content_digest.value.hex()
-    if of.failure:
-        message.failure_reason = of.failure.reason
-        message.failure_message = of.failure.message
+def _hex(layout_digest: bytes, content: ContentDigest | None) -> dict[str, Any]:
+    return {
+        "layout_digest_hex": layout_digest.hex(),
+        "content_digest_hex": content and content.value.hex(),
+    }
 
 
 def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2.Transfer:
@@ -192,51 +154,32 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
 
     Names the replicas in contact that serve the version now; O(replicas).
     """
-    committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
-    message = publish_pb2.Transfer(
-        transfer_id=record.transfer_id,
-        version=POLICY_VERSION.encode(record.version),
-        trainer_id=record.trainer_id,
-        state=(
-            publish_pb2.TRANSFER_STATE_COMMITTED
-            if committed
-            else publish_pb2.TRANSFER_STATE_ABORTED
-        ),
-        purpose=publish_pb2.TRANSFER_PURPOSE_PUSH,
+    served = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
+    return _recorded(
+        record,
+        state=Phase.COMMITTED if served else Phase.ABORTED,
+        purpose="TRANSFER_PURPOSE_PUSH",
         begin_time=timestamp_to_proto(record.create_time),
-        layout_digest=record.layout_digest,
-        layout_digest_hex=record.layout_digest.hex(),
+        total_bytes=record.content_digest and record.content_digest.size_bytes,
         serving_replica_ids=sorted(
             replica.replica_id
             for replica in state.replicas.values()
             if replica.in_contact and replica.vector.holds(record.version)
         ),
+        **_hex(record.layout_digest, record.content_digest),
     )
-    if record.content_digest:
-        message.total_bytes = record.content_digest.size_bytes
-    _put_end(message, record)
-    return message
 
 
 def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_pb2.Version:
     """Encode a version as recorded, with the base that it is served over now."""
-    message = inspect_pb2.Version(
-        version=POLICY_VERSION.encode(record.version),
-        state=inspect_pb2.VersionState.ValueType(int(record.state)),
-        trainer_id=record.trainer_id,
-        transfer_id=record.transfer_id,
-        layout_digest=record.layout_digest,
-        layout_digest_hex=record.layout_digest.hex(),
-        create_time=timestamp_to_proto(record.create_time),
-        trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else None,
+    is_served = record.adapter and record.state is VersionState.COMMITTED
+    return _version(
+        record,
+        trained_on_base_version=record.adapter and record.adapter.trained_on_base_version,
+        served_over_base_version=state.vector.base if is_served else None,
+        over_another_base=is_served and state.is_over_another_base(record.version),
+        **_hex(record.layout_digest, record.content_digest),
     )
-    if record.adapter and record.state is VersionState.COMMITTED:
-        message.served_over_base_version = state.vector.base
-        message.over_another_base = state.is_over_another_base(record.version)
-    _put_end(message, record)
-    if record.commit_time:
-        message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
-    return message
 
 
 def replica_to_proto(
@@ -254,34 +197,17 @@ def replica_to_proto(
     """
     where, why = explain_state(state, replica)
     differences = version_differences(state, replica)
-    return inspect_pb2.Replica(
-        replica_id=replica.replica_id,
-        state=inspect_pb2.ReplicaState.ValueType(int(where)),
+    return _replica(
+        replica,
+        state=where,
         state_reason=why,
-        address=replica.address,
-        http_url=replica.http_url,
-        capabilities=CAPABILITIES.encode(replica.capabilities),
         version_vector=None if vectors else vector_to_proto(replica.vector, most),
         version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
-        model_name=replica.model_name,
-        checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),
-        checkpoint_digest=replica.checkpoint.digest,
-        checkpoint_reason=replica.checkpoint.reason,
+        checkpoint=CHECKPOINT.encode(replace(replica.checkpoint, files=())),
         report=REPORT_BESIDE_VECTOR.encode(replica.believed_report(now)),
-        differences=map(DIFFERENCE.encode, differences[:_MAX_DIFFERENCES]),
+        differences=map(_difference, differences[:_MAX_DIFFERENCES]),
         num_more_differences=max(0, len(differences) - _MAX_DIFFERENCES),
-    )
-
-
-def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
-    """Encode the route to a replica that may be sent requests."""
-    return inspect_pb2.Route(
-        replica_id=replica.replica_id,
-        http_url=replica.http_url,
-        model_name=replica.model_name,
-        version_vector_index=vector_index,
-        address=replica.address,
     )
 
 
@@ -298,14 +224,14 @@ def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.
 
 def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2.Policy:
     """Encode a policy, with its lease if it has an owner, and with versions to publish again."""
-    message = inspect_pb2.Policy(
+    is_adapter, lease = policy.kind is PolicyKind.ADAPTER, live_lease(policy, now)
+    return _policy(
+        policy,
         policy=policy.name,
-        kind=types_pb2.PolicyKind.ValueType(int(policy.kind)),
-        served_version=policy.served_version,
-        last_version=policy.last_version,
-        versions=policy.versions,
-        pinned_versions=policy.pinned,
+        lease=lease and _lease(replace(lease, time_to_live=lease.expires_at - now)),
         publish_again_version=publish_again_version(state, policy.name),
+        num_retained=num_retained(policy, state.settings) if is_adapter else 0,
+        has_own_retention=is_adapter and policy.retain > 0,
         conflicts=[
             _conflict_to_proto(state, PolicyVersion(policy.name, number))
             for number in conflicts(state, policy.name)
@@ -316,81 +242,6 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
             PolicyVersion(policy.name, policy.served_version)
         ),
     )
-    if policy.kind is PolicyKind.ADAPTER:
-        message.num_retained = num_retained(policy, state.settings)
-        message.has_own_retention = bool(policy.retain)
-    lease = policy.lease
-    if lease and now < lease.expires_at:
-        message.lease.CopyFrom(lease_to_proto(policy.name, lease, lease.expires_at - now))
-    return message
-
-
-# -- orders to replicas -----------------------------------------------------------
-
-_ORDER: Final = ("coordinator_generation", "pool_id")
-_TO: Final = ("replica_id", "address")
-#: Codecs of the orders, each of whose messages is told the coordinator's generation and pool.
-ORDERS: Final[Mapping[type, MessageCodec[Any, Any]]] = {
-    made.value: made
-    for made in (
-        codec(
-            effects.CallJoin,
-            replica_pb2.JoinGroupRequest,
-            given=[*_TO, "transfer_id", "group", "first_rank"],
-            told=[*_ORDER, "trainer_id", "group", "is_probe"],
-        ),
-        codec(
-            effects.CallRestore,
-            replica_pb2.SwitchVersionRequest,
-            given=[
-                *_TO,
-                "transfer_id",
-                "adapter",
-                "content_digest",
-                "layout_digest",
-                "alias",
-                "timeout_seconds",
-            ],
-            told=[*_ORDER, "spilled"],
-        ),
-        codec(effects.CallLoad, replica_pb2.LoadTransferRequest, given=_TO, told=_ORDER),
-        codec(effects.CallCommit, replica_pb2.CommitTransferRequest, given=_TO, told=_ORDER),
-        codec(
-            effects.CallSend,
-            replica_pb2.SendVersionRequest,
-            given=[*_TO, "group"],
-            told=[*_ORDER, "group"],
-        ),
-        codec(
-            effects.CallSwitch,
-            replica_pb2.SwitchVersionRequest,
-            given=[*_TO, "transfer_id"],
-            told=[*_ORDER, "spilled"],
-        ),
-        codec(effects.CallDiscard, replica_pb2.DiscardTransferRequest, given=_TO, told=_ORDER),
-        codec(effects.CallRefuse, replica_pb2.RefuseRequestsRequest, given=_TO, told=_ORDER),
-        codec(
-            effects.CallSleep,
-            replica_pb2.SleepRequest,
-            given=[*_TO, "aborts", "call_seconds"],
-            told=[*_ORDER, "when_running"],
-        ),
-        codec(
-            effects.CallWake, replica_pb2.WakeUpRequest, given=[*_TO, "call_seconds"], told=_ORDER
-        ),
-        codec(
-            effects.CallRetire,
-            replica_pb2.RetireVersionsRequest,
-            given=[*_TO, "incarnation"],
-            told=_ORDER,
-        ),
-    )
-}
-SPILLED_COPY: Final = codec(
-    effects.CallRestore,
-    replica_pb2.SpilledCopy,
-    given=[*_TO, "incarnation", "version", "timeout_seconds"],
-)
 
 
 # -- the pool as a whole ---------------------------------------------------------
@@ -423,12 +274,12 @@ def pool_to_proto(
             )
             for where, count in sorted(counts.items())
         ],
-        base_checkpoint=_BOUND.encode(state.checkpoint) if state.checkpoint else None,
+        base_checkpoint=_bound(state.checkpoint) if state.checkpoint else None,
         protocol_revision=PROTOCOL_REVISION,
         time=timestamp_to_proto(unix_seconds),
         unused_files=unused_files,
         problems=[
-            _PROBLEM.encode(problem, subject=problem.replica_id or problem.policy)
+            _problem(problem, subject=problem.replica_id or problem.policy)
             for problem in found.shown
         ],
         num_more_problems=found.num_more,
@@ -489,7 +340,7 @@ def _part(listed: list[Replica]) -> tuple[inspect_pb2.WatchRoutesResponse, list[
     def make(replica: Replica) -> inspect_pb2.Route:
         return entry_of(
             replica,
-            lambda replica: route_to_proto(replica, vectors.index(replica.vector)),
+            lambda replica: _route(replica, version_vector_index=vectors.index(replica.vector)),
             lambda replica, _: inspect_pb2.Route(),
         )
 

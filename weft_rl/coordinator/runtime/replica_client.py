@@ -20,7 +20,7 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Failure, RecordedFacts
-from weft_rl.coordinator.messages.wire import FACTS, ORDERS, SPILLED_COPY, group_to_proto
+from weft_rl.coordinator.messages.wire import FACTS, SPILLED_COPY, group_to_proto
 from weft_rl.rpc.bounds import MAX_TEXT_CHARS
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (
@@ -34,6 +34,7 @@ from weft_rl.rpc.inbound import CheckedChannel
 from weft_rl.rpc.manifest_codec import ManifestDecoder
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials, stamp_of
 from weft_rl.rpc.status import error_from_rpc
+from weft_rl.schema import listing
 from weft_rl.tracing import call_metadata, untraced
 from weft_rl.v1 import replica_pb2, replica_pb2_grpc, types_pb2
 
@@ -242,7 +243,7 @@ class ReplicaCaller:
     async def _make(self, call: effects.ReplicaCall) -> None:
         order, response, failure = _ORDERS[type(call)], None, None
         generation, pool_id = self._generation(), self._pool_id()
-        encode = ORDERS[type(call)].encode
+        encode = ENCODERS[type(call)]
         request = encode(call, coordinator_generation=generation, pool_id=pool_id, **_told(call))
         is_switch = order.answered is _switched
         is_traced = is_switch or isinstance(call, effects.CallLoad)
@@ -308,7 +309,7 @@ def _told(call: effects.ReplicaCall) -> dict[str, Any]:
         case effects.CallSend(group=group):
             return {"group": group_to_proto(group, group.senders)}
         case effects.CallRestore():
-            return {"spilled": SPILLED_COPY.encode(call)}
+            return {"spilled": SPILLED_COPY(call)}
         case effects.CallSleep():
             return {"when_running": when_running_to_proto(call.aborts)}
     return {}
@@ -405,6 +406,17 @@ _ORDERS: Final[Mapping[type[effects.ReplicaCall], _Order]] = {
     effects.CallDiscard: _Order("DiscardTransfer", _discarded, 5.0),
     effects.CallRetire: _Order("RetireVersions", _retired, 10.0, logging.INFO),
     effects.CallRefuse: _Order("RefuseRequests", _refused, 5.0, logging.INFO),
+}
+
+
+_SERVICE: Final = replica_pb2.DESCRIPTOR.services_by_name["ReplicaService"]
+#: Descriptors of the orders' messages, and what encodes the orders.
+REQUESTS: Final[Mapping[type[effects.ReplicaCall], Any]] = {
+    call: _SERVICE.methods_by_name[order.method].input_type for call, order in _ORDERS.items()
+}
+ENCODERS: Final = {
+    call: listing(call, request._concrete_class, told={"group"} & {*request.fields_by_name})
+    for call, request in REQUESTS.items()
 }
 
 

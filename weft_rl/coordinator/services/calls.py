@@ -30,10 +30,7 @@ from weft_rl.coordinator.decisions.state.values import (
 )
 from weft_rl.coordinator.decisions.step import CALLS, CallRow, already_committed, not_its_owner
 from weft_rl.coordinator.messages.wire import (
-    ACQUIRED,
-    RENEWED,
     begin_to_proto,
-    lease_to_proto,
     transfer_from_record,
     transfer_to_proto,
 )
@@ -64,7 +61,7 @@ from weft_rl.rpc.manifest_codec import (
     reference_to_chunks,
 )
 from weft_rl.rpc.security.guard import CALLER
-from weft_rl.schema import MessageCodec, SchemaError, codec
+from weft_rl.schema import MessageCodec, SchemaError, codec, listing
 from weft_rl.tracing import parent_in
 from weft_rl.v1 import admin_pb2, publish_pb2, registry_pb2, types_pb2
 
@@ -83,7 +80,7 @@ _HELD_AT_ONCE: Final = 256
 #: A wait on behalf of a caller that set no deadline.
 MAX_WAIT_SECONDS: Final = 3_600.0
 #: Answers that are encoded with what their values do not hold.
-_BY_HAND: Final = frozenset({"AcquirePolicy", "RenewLease", "BeginTransfer", "AwaitTransfer"})
+_BY_HAND: Final = frozenset({"BeginTransfer", "AwaitTransfer"})
 #: Fields of calls that are read elsewhere than in a message.
 _READ_ELSEWHERE: Final = (
     "ticket", "answer_by", "ids", "identity", "recorded", "aborts", "held", "staged", "layout",
@@ -106,6 +103,8 @@ def _codecs(row: CallRow, method: Any) -> CallCodec:
     answer = method.output_type._concrete_class
     if row.answer is EmptyAnswer or method.name in _BY_HAND:
         return CallCodec(request, lambda _: answer())
+    if row.answer is LeaseAnswer:  # of which a renewal tells less
+        return CallCodec(request, listing(row.answer, answer))
     return CallCodec(request, codec(row.answer, answer).encode)
 
 
@@ -278,10 +277,6 @@ def _with_records(held: Sequence[HeldVersion], catalog: Catalog) -> list[HeldVer
     return [HeldVersionRecord(one, catalog.find_version(one.version)) for one in held]
 
 
-def _lease(answer: LeaseAnswer) -> publish_pb2.Lease:
-    return lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
-
-
 class PublishServicer(
     CallServicer, service=publish_pb2.DESCRIPTOR.services_by_name["PublishService"]
 ):
@@ -358,18 +353,6 @@ class PublishServicer(
             )
         for chunk in reference_to_chunks(described.reference):
             yield publish_pb2.GetReferenceResponse(chunk=chunk, reference_name=described.name)
-
-    async def AcquirePolicy(
-        self, request: publish_pb2.AcquirePolicyRequest, context: Context
-    ) -> publish_pb2.AcquirePolicyResponse:
-        answer = await self.decide("AcquirePolicy", request, context)
-        return ACQUIRED.encode(answer, lease=_lease(answer))
-
-    async def RenewLease(
-        self, request: publish_pb2.RenewLeaseRequest, context: Context
-    ) -> publish_pb2.RenewLeaseResponse:
-        answer = await self.decide("RenewLease", request, context)
-        return RENEWED.encode(answer, lease=_lease(answer))
 
     async def PutManifest(
         self, request_iterator: AsyncIterator[publish_pb2.PutManifestRequest], context: Context

@@ -41,7 +41,7 @@ from weft_rl.coordinator.runtime.watchers import Feed
 from weft_rl.rpc.codec import POLICY_VERSION, vector_to_proto
 from weft_rl.rpc.inbound import on_call_end
 from weft_rl.rpc.security.credentials import UNUSED_FILES
-from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
+from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -222,7 +222,8 @@ class PoolLists:
             transfer,
             lambda transfer: self.transfer(state, transfer),
             lambda transfer, why: publish_pb2.Transfer(
-                transfer_id=transfer.transfer_id, failure_message=why
+                transfer_id=transfer.transfer_id,
+                failure=types_pb2.Failure(reason="INTERNAL", message=why),
             ),
         )
 

@@ -199,7 +199,7 @@ def test_a_push_that_is_given_up_says_why() -> None:
     m = watched("r0")
     ticket = m.begin()
     m.do(events.JoinAnswered(f"t{ticket}", "r0", GONE))
-    assert _last(m)["failure_reason"] == GONE.reason
+    assert _last(m)["failure"]["reason"] == GONE.reason
     assert "committing" not in _last(m)
 
 

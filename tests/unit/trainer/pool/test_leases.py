@@ -33,7 +33,7 @@ class Coordinator:
     def AcquirePolicy(self, request: Any, **kwargs: Any) -> pb.AcquirePolicyResponse:  # noqa: N802
         self.asked.append(request)
         return pb.AcquirePolicyResponse(
-            lease=self._lease(request.policy),
+            lease=self._lease(),
             last_version=self.last_version,
             publish_again_version=self.lost,
         )
@@ -45,17 +45,13 @@ class Coordinator:
             if self.fenced is not None:
                 error, self.fenced = self.fenced, None
                 raise InvalidResponseError(error)
-            return pb.RenewLeaseResponse(
-                lease=self._lease(request.policy), publish_again_version=self.lost
-            )
+            return pb.RenewLeaseResponse(lease=self._lease(), publish_again_version=self.lost)
 
     def ReleasePolicy(self, request: Any, **kwargs: Any) -> pb.ReleasePolicyResponse:  # noqa: N802
         return pb.ReleasePolicyResponse()
 
-    def _lease(self, policy: str) -> pb.Lease:
-        return pb.Lease(
-            policy=policy, fencing_token=self.token, time_to_live=duration_to_proto(0.03)
-        )
+    def _lease(self) -> pb.Lease:
+        return pb.Lease(fencing_token=self.token, time_to_live=duration_to_proto(0.03))
 
     def say(self, lost: int) -> None:
         """Return once an answer with that was taken in: the one before the last."""

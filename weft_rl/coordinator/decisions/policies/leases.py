@@ -139,19 +139,19 @@ def renew(change: Change, event: events.RenewLease) -> None:
 
 
 def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
-    seconds, known = change.state.settings.lease_seconds, lease.seconds
+    seconds, known = change.state.settings.lease_seconds, lease.time_to_live
     lease = replace(
         lease,
         expires_at=change.now + seconds,
         num_renewals=lease.num_renewals + 1,
-        seconds=seconds,
+        time_to_live=seconds,
     )
     policy = replace(policy, lease=lease)
     change.put_policy(policy)
     if seconds != known:  # it is new, or its owner was told another time by a former coordinator
         change.emit(SavePolicy(policy))
     lost = publish_again_version(change.state, policy.name)
-    numbers = policy.last_version, seconds, lost
+    numbers = policy.last_version, lost
     change.reply(ticket, LeaseAnswer(policy.name, lease, *numbers, change.state.pool_id))
 
 

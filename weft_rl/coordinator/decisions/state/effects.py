@@ -187,7 +187,6 @@ class LeaseAnswer(CallAnswer):
     policy: str
     lease: Lease
     last_version: int
-    time_to_live: float
     publish_again_version: int = 0
     """Version that the owner is asked to publish again; 0 for none."""
     pool_id: str = ""

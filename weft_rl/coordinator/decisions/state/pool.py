@@ -178,8 +178,8 @@ class Lease:
     num_renewals: int = 0
     """Number of renewals; grows with each sign of life of the owner, from 0 at each start of the
     coordinator."""
-    seconds: float = 0.0
-    """Time to live that the owner was told."""
+    time_to_live: float = 0.0
+    """Seconds until it expires, as the owner was told."""
 
     def is_outdated(self, token: int) -> bool:
         """Return whether the lease was followed by another one, as a larger token shows that a
@@ -230,7 +230,7 @@ def with_whole_lease(policy: Policy, settings: PoolSettings, now: float) -> Poli
     lease = policy.lease
     if lease is None:
         return policy
-    grace = max(lease.seconds, settings.lease_seconds)
+    grace = max(lease.time_to_live, settings.lease_seconds)
     return replace(policy, lease=replace(lease, expires_at=now + grace, num_renewals=0))
 
 

@@ -312,7 +312,7 @@ function course(transfer) {
       [one.replica_id, [fromDuration(one.resumed_after), fromDuration(one.pause)]])),
     bytes,
     rate: staging > 0 && isCommitted ? bytes / staging : 0,
-    failure: transfer.failure_reason ? { reason: transfer.failure_reason, message: transfer.failure_message } : null,
+    failure: transfer.failure ?? null,
     refusals: transfer.refusals ?? [],
   };
 }

@@ -80,7 +80,7 @@ function policyRow(pool, { policy, behind, notTold }) {
   const name = policy.policy;
   const served = Number(policy.served_version ?? 0);
   const isBase = name === "base";
-  const pinned = new Set((policy.pinned_versions ?? []).map(Number));
+  const pinned = new Set((policy.pinned ?? []).map(Number));
   const versions = [...new Set([...(policy.versions ?? []).map(Number), ...pinned])].sort((a, b) => b - a);
   const none = (text) => el("span", { class: "muted" }, text);
   return el("tr", { "data-policy": name },

@@ -70,6 +70,7 @@ from weft_rl.coordinator.runtime.catalog.schema import (
 )
 from weft_rl.coordinator.runtime.catalog.tables import (
     AS_STARTED,
+    CHECKPOINT,
     EVENTS,
     META,
     NO_LEASE,
@@ -79,17 +80,9 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     VERSIONS,
     WITHDRAWN,
     Rows,
-    checkpoint_from_text,
-    checkpoint_to_text,
     event_from_row,
-    event_to_row,
-    policy_from_row,
-    policy_to_row,
-    sleep_from_row,
-    sleep_to_row,
-    version_from_row,
-    version_to_row,
 )
+from weft_rl.v1 import inspect_pb2
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
 
@@ -98,6 +91,8 @@ _log = logging.getLogger(__name__)
 
 #: Longest that an open catalog waits for another program: who reads it keeps us from writing.
 BUSY_SECONDS: Final = 60.0
+#: Longest message of an event that is written.
+_MAX_EVENT_CHARS: Final = 2000
 #: What events of unknown kinds are kept with: another Weft wrote them, and they grow no more.
 _UNKNOWN: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -211,7 +206,7 @@ class Catalog:
         held: dict[str, list[int]] = {}
         trained_on: dict[str, dict[int, int]] = {}
         for name, version, base in self._execute(
-            "SELECT policy, version, adapter_trained_on FROM versions WHERE state=? "
+            "SELECT policy, version, adapter_trained_on_base_version FROM versions WHERE state=? "
             "ORDER BY version",
             (VersionState.COMMITTED,),
         ):
@@ -223,7 +218,7 @@ class Catalog:
             pins.setdefault(name, []).append(version)
         policies = tuple(
             replace(
-                policy_from_row(row),
+                POLICIES.read(row),
                 versions=tuple(held.get(row[0], ())),
                 pinned=tuple(pins.get(row[0], ())),
                 trained_on=trained_on.get(row[0], {}),
@@ -231,8 +226,7 @@ class Catalog:
             for row in sorted(self._rows.select(POLICIES, {}))
         )
         out_of_service = {
-            replica_id: OutOfService(reason, bool(no_pushes))
-            for replica_id, reason, no_pushes in sorted(self._rows.select(WITHDRAWN, {}))
+            row[0]: WITHDRAWN.read(row) for row in sorted(self._rows.select(WITHDRAWN, {}))
         }
         return Snapshot(
             generation,
@@ -242,12 +236,12 @@ class Catalog:
             number_floor,
             policies,
             out_of_service,
-            checkpoint_from_text(checkpoint),
+            _checkpoint(checkpoint),
             token_floor,
             self._base_contents(),
             frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
             tuple(past for row in self._events() if (past := event_from_row(row)) is not None),
-            {row[0]: sleep_from_row(row) for row in self._rows.select(SLEEPS, {})},
+            {row[0]: SLEEPS.read(row) for row in self._rows.select(SLEEPS, {})},
             pool_id,
         )
 
@@ -267,8 +261,9 @@ class Catalog:
     def _base_contents(self) -> dict[int, bytes]:
         """Return the contents of the newest versions of the base that were ever served."""
         rows = self._execute(
-            "SELECT version, layout_digest, digest_value FROM versions WHERE policy=? "
-            "AND state IN (?, ?) AND digest_value IS NOT NULL ORDER BY version DESC LIMIT ?",
+            "SELECT version, layout_digest, content_digest_value FROM versions WHERE policy=? "
+            "AND state IN (?, ?) AND content_digest_value IS NOT NULL "
+            "ORDER BY version DESC LIMIT ?",
             (BASE_POLICY, VersionState.COMMITTED, VersionState.RETIRED, MAX_BASE_CONTENTS),
         )
         return {
@@ -308,12 +303,13 @@ class Catalog:
         match save:
             case SavePool():
                 model = {"fingerprint": save.fingerprint, "architecture": save.architecture}
-                rows.change(META, {}, **model, base_checkpoint="")
+                rows.change(META, {}, **model, base_checkpoint=b"")
                 rows.delete(AS_STARTED, {})
             case SavePoolId(pool_id=pool_id):
                 rows.change(META, {}, pool_id=pool_id)
             case SaveCheckpoint():
-                rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
+                known = CHECKPOINT.encode(save.checkpoint).SerializeToString()
+                rows.change(META, {}, base_checkpoint=known)
             case SaveAsStarted():
                 rows.put(AS_STARTED, (save.content,))
             case SaveGeneration():
@@ -323,30 +319,30 @@ class Catalog:
             case SaveEpoch():
                 rows.change(META, {}, epoch=save.epoch)
             case SavePolicy():
-                rows.put(POLICIES, policy_to_row(save.policy))
+                rows.put(POLICIES, POLICIES.row(save.policy))
             case SavePolicyDropped(name=name, token_floor=floor):
                 rows.delete(POLICIES, {"name": name})
                 rows.change(META, {}, token_floor=floor)
             case SaveVersion():
-                rows.put(VERSIONS, version_to_row(save.record))
+                rows.put(VERSIONS, VERSIONS.row(save.record))
             case SaveRetired(version=v):
                 self._set_state(v, VersionState.RETIRED)
             case SaveCommitted(version=v):
                 self._set_state(v, VersionState.COMMITTED)
             case SavePin(version=v, pinned=True):
-                rows.put(PINS, (v.policy, v.version))
+                rows.put(PINS, PINS.row(v))
             case SavePin(version=v):
                 rows.delete(PINS, {"policy": v.policy, "version": v.version})
             case SaveOutOfService(replica_id=name, order=None):
                 rows.delete(WITHDRAWN, {"replica_id": name})
             case SaveOutOfService(replica_id=name, order=OutOfService() as order):
-                rows.put(WITHDRAWN, (name, order.reason, order.no_pushes))
+                rows.put(WITHDRAWN, WITHDRAWN.row(order, name))
             case SaveLeaseEnded(name=name):
                 rows.change(POLICIES, {"name": name}, **NO_LEASE)
             case SaveSleep(replica_id=name, order=None):
                 rows.delete(SLEEPS, {"replica_id": name})
             case SaveSleep(replica_id=name, order=StandingSleepOrder() as order):
-                rows.put(SLEEPS, sleep_to_row(name, order))
+                rows.put(SLEEPS, SLEEPS.row(order, name))
             case SaveEvent():
                 self._put_event(save)
 
@@ -355,7 +351,8 @@ class Catalog:
         if self._kept is None:
             self._kept = self._read_kept()
         self._last_event += 1
-        self._rows.put(EVENTS, event_to_row(self._last_event, save))
+        event = replace(save.event, message=save.event.message[:_MAX_EVENT_CHARS])
+        self._rows.put(EVENTS, EVENTS.row(replace(save, event=event), self._last_event))
         kept = self._kept[KEPT_WITH[save.event.kind]]
         kept.append(self._last_event)
         while len(kept) > MAX_KEPT:
@@ -397,7 +394,7 @@ class Catalog:
                 f"the catalog cannot be read: {error}. Look at the disk of {self._file.path}, and "
                 "at other programs that have it open (fuser names them)"
             ) from error
-        return [version_from_row(row) for row in rows]
+        return [VERSIONS.read(row) for row in rows]
 
     def close(self) -> None:
         """Close the catalog and release its lock; the writer thread must be idle."""
@@ -477,6 +474,10 @@ class _SpareFiles:
         with contextlib.suppress(OSError):
             while len(self._held) < _NUM_SPARE:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _checkpoint(told: bytes) -> BoundCheckpoint | None:
+    return CHECKPOINT.decode(inspect_pb2.BoundCheckpoint.FromString(told)) if told else None
 
 
 def _cannot_open(error: sqlite3.Error) -> bool:

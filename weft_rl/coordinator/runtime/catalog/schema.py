@@ -17,7 +17,7 @@ from weft_rl.coordinator.runtime.catalog.tables import Rows
 APPLICATION_ID: Final = 0x57454654
 
 #: Grows with each change of ``TABLES``.
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 #: Longest that opening a catalog waits for another program that has it open.
 WAIT_SECONDS: Final = 5.0
 #: Problems that are looked for; a file that is no database any more has one a page.

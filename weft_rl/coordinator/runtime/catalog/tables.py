@@ -9,36 +9,80 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import json
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, cast, get_origin, get_type_hints
 
-from weft_rl.contract.adapter_config import AdapterSpec
-from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.tensors import DataType
-from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
-from weft_rl.coordinator.decisions.state.pool import Lease, Policy, TrainerProcess
-from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
-from weft_rl.coordinator.decisions.state.values import (
-    BoundCheckpoint,
-    ContentDigest,
-    Failure,
-    PolicyKind,
-    VersionRecord,
-    VersionState,
-)
+from weft_rl.coordinator.decisions.state.effects import SaveEvent
+from weft_rl.coordinator.decisions.state.pool import Policy
+from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.values import BoundCheckpoint, VersionRecord
+from weft_rl.schema import codec, without_none
+from weft_rl.v1 import inspect_pb2
+
+#: Codec of the checkpoint of base@0, which is kept as a message.
+CHECKPOINT: Final = codec(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
 
 _CHECKSUM_BYTES: Final = 8
-#: Longest message of an event that is written.
-_MAX_EVENT_CHARS: Final = 2000
 _DOUBLE: Final = struct.Struct("<d")
 _SQL_TYPES: Final = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
+
+
+class Columns:
+    """Columns of a dataclass: one for each field of a single value.
+
+    Those of a nested dataclass stand in its place; where it is optional, under its name, and they
+    have no value where it is None. Fields of several values have no column.
+
+    Args:
+        left: Fields without a column, and the values that they are read back with.
+    """
+
+    def __init__(self, value: type, left: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._value, self._left = value, {}
+        self._parts: dict[str, Any] = {}
+        self.types: dict[str, type] = {}
+        self.optional: set[str] = set()
+        hints = get_type_hints(value)
+        for name in (field.name for field in fields(value)):
+            hint = without_none(hints[name])
+            prefix = f"{name}_" if hint is not hints[name] else ""
+            if name in left:
+                self._left[name] = left[name]
+            elif is_dataclass(hint):
+                nested = self._parts[name] = Columns(cast(type, hint), left)
+                self.types.update({prefix + inner: kind for inner, kind in nested.types.items()})
+                among = nested.types if prefix else nested.optional
+                self.optional.update(prefix + inner for inner in among)
+            elif get_origin(hint) is None:
+                self.types[name] = self._parts[name] = hint
+                self.optional.update([name] if prefix else [])
+
+    def encode(self, value: Any) -> Iterator[Any]:
+        """Yield the values of the columns; None for each where there is no value."""
+        for name, part in self._parts.items():
+            one = None if value is None else getattr(value, name)
+            yield from part.encode(one) if isinstance(part, Columns) else (one,)
+
+    def decode(self, row: Iterator[Any]) -> Any:
+        """Return the value of a row, whose further values are left; None where it has none."""
+        read = {
+            name: part.decode(row)
+            if isinstance(part, Columns)
+            else None
+            if (one := next(row)) is None
+            else part(one)
+            for name, part in self._parts.items()
+        }
+        if all(one is None for one in read.values()):
+            return None
+        return self._value(**read, **self._left)
 
 
 @dataclass(frozen=True)
@@ -46,16 +90,39 @@ class Table:
     """Columns of a table, each with the type in which SQLite returns its values."""
 
     name: str
-    columns: Mapping[str, type]
+    key: Mapping[str, type]
+    """Columns that are of no dataclass, and come first."""
+    value: Columns | None
     unique: tuple[tuple[str, ...], ...]
     """Columns that no other row has the same values in, the primary key first. They never
     change."""
     row_is: str
     """Content of a row, for error messages."""
-    optional_from: str = ""
-    """First of the columns that may have no value: it and those after it."""
-    kinds: Mapping[str, type[enum.Enum]] = field(default_factory=dict)
-    """Enums by column, for columns that hold values of an enum."""
+
+    @cached_property
+    def _types(self) -> Mapping[str, type]:
+        return {**self.key, **(self.value.types if self.value else {})}
+
+    @cached_property
+    def columns(self) -> Mapping[str, type]:
+        """Columns, each with the type in which SQLite returns its values."""
+        return {
+            name: next(one for one in _SQL_TYPES if issubclass(kind, one))
+            for name, kind in self._types.items()
+        }
+
+    @cached_property
+    def _enums(self) -> Mapping[str, list[Any]]:
+        return {k: [*kind] for k, kind in self._types.items() if issubclass(kind, enum.IntEnum)}
+
+    def row(self, value: Any, *key: Any) -> tuple[Any, ...]:
+        """Return the row of a value."""
+        return (*key, *(self.value.encode(value) if self.value else ()))
+
+    def read(self, row: Sequence[Any]) -> Any:
+        """Return the value of a row."""
+        assert self.value is not None
+        return self.value.decode(iter(row[len(self.key) :]))
 
     def values(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return the values that will be read back of a row that is written."""
@@ -65,9 +132,9 @@ class Table:
     def unknown(self, values: Sequence[Any]) -> str:
         """Return the first column with an impossible value, and the value; empty if none."""
         for (name, kind), value in zip(self.columns.items(), values, strict=True):
-            known = self.kinds.get(name)
+            known = self._enums.get(name)
             is_kind = value is None or isinstance(value, kind)
-            if not is_kind or (known and value not in [*known]):
+            if not is_kind or (known and value not in known):
                 return f"{name} {str(value)[:40]!r}"
         return ""
 
@@ -101,10 +168,11 @@ class Table:
     @property
     def create_query(self) -> str:
         """Query that creates the table."""
-        parts, suffix = [], " NOT NULL"
-        for name, kind in self.columns.items():
-            suffix = "" if name == self.optional_from else suffix
-            parts.append(f"{name} {_SQL_TYPES[kind]}{suffix}")
+        optional = self.value.optional if self.value else ()
+        parts = [
+            f"{name} {_SQL_TYPES[kind]}{'' if name in optional else ' NOT NULL'}"
+            for name, kind in self.columns.items()
+        ]
         parts.append("checksum BLOB NOT NULL")
         for index, names in enumerate(self.unique):
             parts.append(f"{'UNIQUE' if index else 'PRIMARY KEY'} ({','.join(names)})")
@@ -138,108 +206,59 @@ META: Final = Table(
         "architecture": str,
         "number_floor": int,
         "token_floor": int,
-        "base_checkpoint": str,
+        "base_checkpoint": bytes,
         "pool_id": str,
     },
+    None,
     (),
     "the generation, the epoch, the pool's identity and the base model that it is bound to",
 )
 POLICIES: Final = Table(
     "policies",
-    {
-        "name": str,
-        "kind": int,
-        "last_version": int,
-        "fencing_token": int,
-        "served_version": int,
-        "retain": int,
-        "forgotten": int,
-        "owner": str,
-        "trainer_id": str,
-        "session_id": str,
-        "lease_token": int,
-        "lease_seconds": float,
-        "host": str,
-        "host_key": str,
-        "pid": int,
-        "start_time": float,
-    },
+    {},
+    Columns(Policy, {"expires_at": 0.0, "num_renewals": 0}),
     (("name",),),
     "the numbers that a policy has reached, which version is served, and who owns it",
-    "trainer_id",  # and those after it: of its owner's lease
-    {"kind": PolicyKind},
 )
 #: Columns of ``POLICIES`` once a lease has ended.
-NO_LEASE: Final = dict.fromkeys([*POLICIES.columns][8:])
+NO_LEASE: Final = {name: None for name in POLICIES.columns if name.startswith("lease_")}
 VERSIONS: Final = Table(
     "versions",
-    {
-        "policy": str,
-        "version": int,
-        "state": int,
-        "trainer_id": str,
-        "request_id": str,
-        "transfer_id": str,
-        "layout_digest": bytes,
-        "create_time": float,
-        "commit_time": float,
-        "digest_algorithm": int,
-        "digest_value": bytes,
-        "digest_size_bytes": int,
-        "adapter_config": str,
-        "adapter_config_digest": bytes,
-        "adapter_base": str,
-        "adapter_trained_on": int,
-        "failure_reason": str,
-        "failure_message": str,
-    },
+    {},
+    Columns(VersionRecord),
     (("policy", "version"), ("trainer_id", "request_id"), ("transfer_id",)),
     "what became of a version, and its digest",
-    "digest_algorithm",
-    {"state": VersionState},
 )
 PINS: Final = Table(
-    "pins", {"policy": str, "version": int}, (("policy", "version"),), "that a version is pinned"
+    "pins", {}, Columns(PolicyVersion), (("policy", "version"),), "that a version is pinned"
 )
 WITHDRAWN: Final = Table(
     "withdrawn",
-    {"replica_id": str, "reason": str, "no_pushes": int},
+    {"replica_id": str},
+    Columns(OutOfService),
     (("replica_id",),),
     "that a replica is kept out of service",
 )
 AS_STARTED: Final = Table(
     "as_started",
     {"content": bytes},
+    None,
     (("content",),),
     "that a pushed base holds the bytes of base@0",
 )
 SLEEPS: Final = Table(
     "sleeps",
-    {
-        "replica_id": str,
-        "trainer_id": str,
-        "fencing_token": int,
-        "level": int,
-        "aborts": int,
-        "seconds": float,
-    },
+    {"replica_id": str},
+    Columns(StandingSleepOrder, {"until": float("inf"), "confirmed": False}),
     (("replica_id",),),
     "an order to a replica to sleep",
 )
 EVENTS: Final = Table(
     "events",
-    {
-        "number": int,
-        "time": float,
-        "kind": str,
-        "subject": str,
-        "message": str,
-        "policy": str,
-        "version": int,
-    },
+    {"number": int},
+    Columns(SaveEvent, {"durable": False}),
     (("number",),),
     "something that has happened",
-    "policy",  # and version: of what a transfer moves
     # Of a later Weft, a kind may be unknown: such events are kept, and told by none but it.
 )
 TABLES: Final = (
@@ -267,7 +286,7 @@ class Rows:
         for table in TABLES:
             self._execute(table.create_query)
             self._execute("INSERT INTO counts VALUES (?, 0)", (table.name,))
-        self.put(META, (0, 0, "", "", 0, 0, "", ""))
+        self.put(META, (0, 0, "", "", 0, 0, b"", ""))
 
     def put(self, table: Table, given: Sequence[Any]) -> None:
         """Write a row in place of the one with its identity, or as a new one.
@@ -347,149 +366,10 @@ def _shown(table: Table, values: Sequence[Any]) -> str:
     return f"{table.name} {'@'.join(key)}".strip()
 
 
-def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
-    """Encode a version's record as the values of its row, in the order of the columns."""
-    return (
-        record.version.policy,
-        record.version.version,
-        int(record.state),
-        record.trainer_id,
-        record.request_id,
-        record.transfer_id,
-        record.layout_digest,
-        record.create_time,
-        record.commit_time,
-        *_parts(record.content_digest, "algorithm", "value", "size_bytes"),
-        *_parts(
-            record.adapter,
-            "config_json",
-            "config_digest",
-            "base_fingerprint",
-            "trained_on_base_version",
-        ),
-        *_parts(record.failure, "reason", "message"),
-    )
-
-
-def _parts(value: object, *names: str) -> tuple[Any, ...]:
-    """Return fields of a value as columns, which have no values where it is None."""
-    return tuple(None if value is None else getattr(value, name) for name in names)
-
-
-def version_from_row(row: Sequence[Any]) -> VersionRecord:
-    """Decode a version's record from the values of a row; further values are ignored."""
-    return VersionRecord(
-        version=PolicyVersion(row[0], row[1]),
-        state=VersionState(row[2]),
-        trainer_id=row[3],
-        request_id=row[4],
-        transfer_id=row[5],
-        layout_digest=row[6],
-        create_time=row[7],
-        commit_time=row[8],
-        content_digest=ContentDigest(*row[9:12]) if row[9] is not None else None,
-        adapter=AdapterSpec(row[12], *row[14:16]) if row[12] is not None else None,
-        failure=Failure(row[16], row[17]) if row[16] is not None else None,
-    )
-
-
-def policy_to_row(policy: Policy) -> tuple[Any, ...]:
-    """Encode a policy as the values of its row, in the order of the columns."""
-    lease = policy.lease
-    return (
-        policy.name,
-        policy.kind,
-        policy.last_version,
-        policy.fencing_token,
-        policy.served_version,
-        policy.retain,
-        policy.forgotten,
-        policy.owner,
-        *_parts(lease, "trainer_id", "session_id", "fencing_token", "seconds"),
-        *_parts(lease and lease.process, "host", "host_key", "pid", "start_time"),
-    )
-
-
-def policy_from_row(row: Sequence[Any]) -> Policy:
-    """Decode a policy from the values of its row, without what is known of its versions. Its lease
-    has no expiry yet."""
-    name, kind, last, token, served, retain, forgotten, owner, *held = row
-    lease = None
-    if held[0] is not None:
-        trainer_id, session_id, lease_token, seconds, *process = held
-        started = TrainerProcess(*process)
-        lease = Lease(trainer_id, session_id, lease_token, 0.0, started, seconds=seconds)
-    return Policy(
-        name,
-        PolicyKind(kind),
-        last,
-        token,
-        served,
-        lease=lease,
-        retain=retain,
-        forgotten=bool(forgotten),
-        owner=owner,
-    )
-
-
-def sleep_to_row(replica_id: str, order: StandingSleepOrder) -> tuple[Any, ...]:
-    """Encode an order to sleep as the values of its row, in the order of the columns."""
-    how = (order.level, order.aborts, order.seconds)
-    return (replica_id, order.trainer_id, order.fencing_token, *how)
-
-
-def sleep_from_row(row: Sequence[Any]) -> StandingSleepOrder:
-    """Decode an order to sleep from the values of its row."""
-    _, trainer_id, token, level, aborts, seconds = row
-    return StandingSleepOrder(
-        trainer_id=trainer_id,
-        fencing_token=token,
-        level=level,
-        aborts=bool(aborts),
-        seconds=seconds,
-    )
-
-
-def event_to_row(number: int, past: SaveEvent) -> tuple[Any, ...]:
-    """Encode an event as the values of its row, in the order of the columns."""
-    event, concerns = past.event, past.event.concerns
-    version = (concerns.policy, concerns.version) if concerns else (None, None)
-    message = event.message[:_MAX_EVENT_CHARS]
-    return (number, past.time, event.kind.value, event.subject, message, *version)
-
-
 def event_from_row(row: Sequence[Any]) -> SaveEvent | None:
     """Decode an event from the values of its row; None if a later Weft wrote its kind."""
-    _, time, kind, subject, message, policy, version = row
-    if kind not in [*EventKind]:
+    try:
+        event: SaveEvent = EVENTS.read(row)
+    except ValueError:
         return None
-    concerns = PolicyVersion(policy, version) if policy is not None else None
-    return SaveEvent(time, Announce(EventKind(kind), subject, message, concerns))
-
-
-def checkpoint_to_text(bound: BoundCheckpoint) -> str:
-    """Encode the checkpoint of base@0 as the catalog holds it: JSON."""
-    return json.dumps(
-        {
-            "digest": bound.digest.hex(),
-            "base_dtype": int(bound.base_dtype),
-            "quantization": bound.quantization,
-            "replica_id": bound.replica_id,
-            "files": [(file.name, file.digest.hex()) for file in bound.files],
-        },
-        separators=(",", ":"),
-    )
-
-
-def checkpoint_from_text(text: str) -> BoundCheckpoint | None:
-    """Decode what ``checkpoint_to_text`` wrote; None for empty text."""
-    if not text:
-        return None
-    known = json.loads(text)
-    return BoundCheckpoint(
-        digest=bytes.fromhex(known["digest"]),
-        base_dtype=DataType(known["base_dtype"]),
-        quantization=known["quantization"],
-        replica_id=known["replica_id"],
-        files=tuple(FileDigest(name, bytes.fromhex(digest)) for name, digest in known["files"]),
-    )
+    return event

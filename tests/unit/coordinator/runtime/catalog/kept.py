@@ -71,7 +71,7 @@ RECORDS = {
         _record("math", 1, VersionState.RETIRED),
     ],
 }
-_LEASE = Lease("t1", "session", 7, 0.0, TrainerProcess("host", "key", 99, 5.5), seconds=60.0)
+_LEASE = Lease("t1", "session", 7, 0.0, TrainerProcess("host", "key", 99, 5.5), time_to_live=60.0)
 _BASE = Policy("base", PolicyKind.BASE, 2, 4, 2, (2,))
 _CODE = Policy("code", PolicyKind.ADAPTER, 1_000_001, 3, forgotten=True)
 _MATH = Policy(

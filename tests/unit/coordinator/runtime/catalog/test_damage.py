@@ -53,8 +53,8 @@ def _edit(path: Path, *statements: str) -> None:
     ("edit", "lost"),
     [
         ("UPDATE versions SET state=2 WHERE policy='math' AND version=1", "versions math@1"),
-        ("UPDATE versions SET adapter_config='{}' WHERE version=3", "versions math@3"),
-        ("UPDATE versions SET digest_value=x'00' WHERE version=2 AND policy='base'", "base@2"),
+        ("UPDATE versions SET adapter_config_json='{}' WHERE version=3", "versions math@3"),
+        ("UPDATE versions SET layout_digest=x'00' WHERE version=2 AND policy='base'", "base@2"),
         ("UPDATE versions SET state=77 WHERE version=3", "versions math@3"),
         ("UPDATE versions SET policy=x'ff' WHERE version=3", "versions"),
         ("UPDATE policies SET last_version=1 WHERE name='math'", "policies math"),
@@ -93,11 +93,10 @@ def test_many_losses_are_counted(whole: Path) -> None:
     assert error.metadata["num_problems"] == "5"  # one was never committed
 
 
-@pytest.mark.parametrize("table", [VERSIONS, POLICIES])
+@pytest.mark.parametrize(("table", "column"), [(VERSIONS, "state"), (POLICIES, "kind")])
 def test_an_unknown_value_is_refused_though_its_checksum_is_right(
-    whole: Path, table: Table
+    whole: Path, table: Table, column: str
 ) -> None:
-    (column,) = table.kinds
     with closing(sqlite3.connect(whole, isolation_level=None)) as catalog:
         Rows(catalog).change(table, {}, **{column: 77})
     error = _refused(whole)
