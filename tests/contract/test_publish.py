@@ -21,10 +21,8 @@ from tests.doubles.trainer import FakeTrainer
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from weft_rl.cli.status import render
 from weft_rl.contract.errors import (
-    BaseMismatchError,
     LeaseFencedError,
     NotFiniteError,
-    NotFoundError,
     PeerUnavailableError,
     PolicyOwnedError,
 )
@@ -34,12 +32,11 @@ from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, types_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
 
 
 async def test_describe_target(pool: Pool) -> None:
-    trainer = FakeTrainer(pool.target)
-    pool.things.append(trainer)
+    trainer = pool.newcomer()
     request = publish_pb2.DescribeTargetRequest()
     error = await fails(
         trainer.stub.DescribeTarget(request, timeout=1.5), "UNAVAILABLE", "POOL_EMPTY"
@@ -61,8 +58,7 @@ async def test_describe_target(pool: Pool) -> None:
 
 async def test_a_replica_started_again_with_other_dtypes_is_asked_for_them(pool: Pool) -> None:
     """The coordinator was not. While both kinds are there, the wider dtype is sent."""
-    trainer = FakeTrainer(pool.target)
-    pool.things.append(trainer)
+    trainer = pool.newcomer()
 
     async def sent_as_float32() -> set[str]:
         described = await trainer.stub.DescribeTarget(
@@ -95,11 +91,7 @@ async def test_a_replica_started_again_with_other_dtypes_is_asked_for_them(pool:
         ({"model.norm.weight", "model.embed_tokens.weight"}, {"model.embed_tokens.weight"}),
         strict=True,
     ):
-        await replica.registry.Leave(
-            registry_pb2.LeaveRequest(
-                replica_id=replica.replica_id, incarnation=replica.incarnation
-            )
-        )
+        await replica.leave()
         replica.incarnation += "again"
         replica.reference = other
         replica.capabilities = replace(replica.capabilities, reference_digest=other.details_digest)
@@ -133,8 +125,7 @@ async def test_dtypes_that_are_too_many_to_tell(
 
 
 async def test_get_reference(pool: Pool) -> None:
-    trainer = FakeTrainer(pool.target)
-    pool.things.append(trainer)
+    trainer = pool.newcomer()
 
     async def read(fingerprint: str) -> list[types_pb2.ReferenceChunk]:
         request = publish_pb2.GetReferenceRequest(fingerprint=fingerprint)
@@ -148,8 +139,7 @@ async def test_get_reference(pool: Pool) -> None:
 
 async def test_acquire_policy(pool: Pool) -> None:
     first = await pool.trainer("t1")
-    second = FakeTrainer(pool.target, "t2")
-    pool.things.append(second)
+    second = pool.newcomer("t2")
     error = await fails(second.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
     assert isinstance(error, PolicyOwnedError)
     assert error.metadata["holder"] == "t1"
@@ -159,8 +149,7 @@ async def test_acquire_policy(pool: Pool) -> None:
     assert error.message.endswith(
         "end that trainer, wait until its lease has expired, or push under another name"
     )
-    twin = FakeTrainer(pool.target, "t1")
-    pool.things.append(twin)
+    twin = pool.newcomer("t1")
     error = await fails(twin.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
     assert error.message.endswith("wait for that, or take it over")
     again = await first.acquire()
@@ -274,28 +263,38 @@ async def test_begin_transfer(pool: Pool, changes: dict[str, Any], code: str, re
     assert (await trainer.push()).version.version == 1  # nothing was burnt
 
 
-async def test_begin_transfer_for_another_base(pool: Pool) -> None:
-    await pool.replica()
-    trainer = await pool.trainer()
-    spec = adapter_spec()
-    spec.base_fingerprint = "0" * 64
-    error = await fails(trainer.begin(adapter=spec), "FAILED_PRECONDITION", "BASE_MISMATCH")
-    assert isinstance(error, BaseMismatchError)
+_OF_ANOTHER_BASE = adapter_spec()
+_OF_ANOTHER_BASE.base_fingerprint = "0" * 64
 
 
-async def test_begin_transfer_of_a_wrong_base(pool: Pool) -> None:
-    await pool.replica()
-    trainer = await pool.trainer(policy="base")
-    trainer.manifest = plan_buckets(REFERENCE.tensors[:-1])
-    await trainer.put_manifest()
-    error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_MANIFEST")
-    assert "model.norm.weight" in error.message
-
-
-async def test_begin_transfer_without_lora(pool: Pool) -> None:
-    await pool.replica(lora_enabled=False)
-    trainer = await pool.trainer()
-    await fails(trainer.begin(), "FAILED_PRECONDITION", "LORA_DISABLED")
+@pytest.mark.parametrize(
+    ("replica", "policy", "changes", "how", "names"),
+    [
+        ({}, "math", {"adapter": _OF_ANOTHER_BASE},
+         "FAILED_PRECONDITION/BASE_MISMATCH", ""),
+        ({"lora_enabled": False}, "math", {}, "FAILED_PRECONDITION/LORA_DISABLED", ""),
+        ({"lora_unapplied": ("model.layers.0",)}, "math", {},
+         "INVALID_ARGUMENT/INVALID_ADAPTER", "model.layers.0."),
+        ({}, "base", {}, "INVALID_ARGUMENT/INVALID_MANIFEST", "model.norm.weight"),
+        ({"loads_in_place": True}, "base", {"check_finite": True},
+         "UNIMPLEMENTED/UNSUPPORTED", "r0"),
+    ],
+)  # fmt: skip
+async def test_begin_transfer_of_what_replicas_cannot_take(
+    pool: Pool,
+    replica: dict[str, Any],
+    policy: str,
+    changes: dict[str, Any],
+    how: str,
+    names: str,
+) -> None:
+    await pool.replica(**replica)
+    trainer = await pool.trainer(policy=policy)
+    if policy == "base" and not changes:
+        trainer.manifest = plan_buckets(REFERENCE.tensors[:-1])
+        await trainer.put_manifest()
+    error = await fails(trainer.begin(**changes), *how.split("/"))
+    assert names in f"{error.message} {error.metadata}"
 
 
 async def test_begin_transfer_without_room_says_where_and_when_to_retry(pool: Pool) -> None:
@@ -317,13 +316,6 @@ async def test_whoever_says_nothing_requires_one_replica(pool: Pool) -> None:
     assert list(begun.replica_ids) == ["r0"]
 
 
-async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) -> None:
-    await pool.replica(loads_in_place=True)
-    trainer = await pool.trainer(policy="base")
-    error = await fails(trainer.begin(check_finite=True), "UNIMPLEMENTED", "UNSUPPORTED")
-    assert error.metadata["replica"] == "r0"
-
-
 async def test_a_base_is_refused_where_one_replica_cannot_load_it(pool: Pool) -> None:
     await pool.replica("r0")
     await pool.replica("r1", base_refusal="its reload would leave mixed weights" + "." * 1000)
@@ -334,13 +326,6 @@ async def test_a_base_is_refused_where_one_replica_cannot_load_it(pool: Pool) ->
     assert len(error.message) < 700
     other = await pool.trainer("t2")
     await other.push()
-
-
-async def test_a_lora_that_a_replica_ignores_is_refused(pool: Pool) -> None:
-    await pool.replica("r0", lora_unapplied=("model.layers.0",))
-    trainer = await pool.trainer()
-    error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_ADAPTER")
-    assert error.metadata["parameter"].startswith("model.layers.0.")
 
 
 async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
@@ -410,17 +395,6 @@ async def test_begin_transfer_with_a_used_request_id(pool: Pool) -> None:
     await fails(trainer.begin(request_id="once"), "ALREADY_EXISTS", "REQUEST_CONFLICT")
 
 
-async def test_unknown_transfers(pool: Pool) -> None:
-    trainer = await pool.trainer()
-    for call in (
-        trainer.wait("t-nope"),
-        trainer.stub.AbortTransfer(publish_pb2.AbortTransferRequest(transfer_id="t-nope")),
-        trainer.inspect.GetTransfer(inspect_pb2.GetTransferRequest(transfer_id="t-nope")),
-    ):
-        error = await fails(call, "NOT_FOUND", "TRANSFER_UNKNOWN")
-        assert isinstance(error, NotFoundError)
-
-
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_push_whose_begin_was_not_answered_is_given_up_by_its_request_id(
     pool: Pool, waits: bool
@@ -453,6 +427,12 @@ async def test_a_push_whose_begin_was_not_answered_is_given_up_by_its_request_id
 async def test_abort_transfer(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer()
+    for call in (
+        trainer.wait("t-nope"),
+        trainer.stub.AbortTransfer(publish_pb2.AbortTransferRequest(transfer_id="t-nope")),
+        trainer.inspect.GetTransfer(inspect_pb2.GetTransferRequest(transfer_id="t-nope")),
+    ):
+        await fails(call, "NOT_FOUND", "TRANSFER_UNKNOWN")
     done = await trainer.push()
     ask = publish_pb2.AbortTransferRequest
     request = ask(transfer_id=done.transfer_id, policy="math", fencing_token=1)
@@ -486,13 +466,12 @@ async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
     )
     assert "was trained on base@0, the pool serves base@1" in error.message
     assert (await trainer.push(adapter=spec)).served_over_base_version == 1
-    request = inspect_pb2.ListVersionsRequest(policy="math")
-    newest, before, first = (await trainer.inspect.ListVersions(request)).versions
+    newest, before, first = await pool.versions()
     assert newest.HasField("trained_on_base_version")
     assert (newest.trained_on_base_version, newest.served_over_base_version) == (0, 1)
     assert before.served_over_base_version == 1
     assert not first.HasField("trained_on_base_version")
-    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    got = await pool.seen()
     math = next(policy for policy in got.policies if policy.policy == "math")
     assert math.HasField("trained_on_base_version")
     assert "math@3 (trained on base@0, served over base@1)" in _shown(got)
@@ -504,7 +483,7 @@ async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
     )
     assert "base@?" in error.message
     await trainer.push(adapter=spec)
-    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    got = await pool.seen()
     assert "math@4 (trained on base@?, served over base@1)" in _shown(got)
 
 
@@ -521,6 +500,5 @@ async def test_a_trainer_has_only_so_many_policies(pool: Pool) -> None:
     await pool.trainer(policy="a")
     second = await pool.trainer(policy="b")
     assert (await second.push()).version.version == 1
-    third = FakeTrainer(pool.target, "trainer", "c")
-    pool.things.append(third)
+    third = pool.newcomer("trainer", "c")
     await fails(third.acquire(), "RESOURCE_EXHAUSTED", "TOO_MANY_POLICIES")

@@ -20,6 +20,7 @@ from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
 from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
+from tests.waits import eventually
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.pool import PoolState
@@ -80,7 +81,7 @@ class World:
     def state(self) -> PoolState:
         """The coordinator's."""
         coordinator: Any = self.pool.coordinator
-        return coordinator._driver.state  # type: ignore[no-any-return]
+        return coordinator.driver.state  # type: ignore[no-any-return]
 
     @property
     def generation(self) -> int:
@@ -179,13 +180,11 @@ class World:
                 await self._registry.Leave(leave, timeout=_CALL_SECONDS)
         ours = self.state.replicas.get(REPLICA)
         if self.agent._drain.is_draining or (ours is not None and ours.drain is not None):
-            await self.pool._remove_replica(REPLICA)
-            await self.pool._add_replica(REPLICA, self.engine)
+            await self.pool.leave(REPLICA)
+            await self.pool.join(REPLICA, self.engine)
             await self.replica_channel.close()
             self.replica_channel = open_aio_channel(self.agent.address)
-            async with asyncio.timeout(_CALL_SECONDS):
-                while self.agent.serving.vector.base != self.state.vector.base:
-                    await asyncio.sleep(0.01)  # until it has caught up
+            await eventually(lambda: self.agent.serving.vector.base == self.state.vector.base)
         pushes = [t for t in self.state.transfers.values() if t.transfer_id != self.transfer_id]
         for transfer in pushes:  # those that requests have begun, or have waiting
             token = transfer.purpose.fencing_token
@@ -231,7 +230,7 @@ class World:
             serving.dirty_reason,
             dict(engine.aliases),
             engine.store.retained_bases(),
-            sorted(group for group in engine.receiver._groups if group != "fuzz"),
+            sorted(group for group in engine.receiver.groups if group != "fuzz"),
             sorted(engine.cloner._sending),
         )
 

@@ -73,7 +73,7 @@ _WELCOME_SECONDS = 30.0
 _RETURN_SECONDS = 60.0
 # Connections of groups that are over whose memory is mapped here still: they close when it is not,
 # or with the process. Referenced, because they close with their last reference, too.
-_KEPT: set[MemberConnection] = set()
+KEPT: set[MemberConnection] = set()
 # Connections of this user's processes that have said nothing (yet).
 _MAX_SILENT = 64
 # After an accept that failed; the receivers that have come are heard as much later.
@@ -202,7 +202,7 @@ class OneSidedReceiver:
         self._place, self._rank, self._device = MemberIdentity(store), rank, device
         self._lock = threading.Lock()  # guards what follows
         self._posted: deque[OneSidedWork] = deque()
-        self._error = ""
+        self.error = ""
         #: While its first answer is awaited. Later it is closed by the thread alone, once all
         #: is unmapped: by that the sender knows that it may free its memory.
         self._connection: MemberConnection | None = None
@@ -215,16 +215,16 @@ class OneSidedReceiver:
         self._mapped: dict[int, FileMapping | DeviceMapping] = {}
         self._ready: deque[Ready] = deque()
         self._wakeup = SelectorWaker()
-        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        self.thread.start()
 
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> OneSidedWork:
         work = OneSidedWork(buffer, options)
         with self._lock:
-            if self._error:
-                raise OneSidedError(self._error)
+            if self.error:
+                raise OneSidedError(self.error)
             self._posted.append(work)
         self._wakeup.set()
         return work
@@ -237,19 +237,19 @@ class OneSidedReceiver:
         if not self._copying.acquire(timeout=timeout_seconds):
             return False
         self._copying.release()
-        return bool(self._error)
+        return bool(self.error)
 
     def _end(self, error: str) -> None:
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             connection = self._connection
         if connection is not None:
             connection.shut()
         self._wakeup.set()
 
     def _check(self) -> None:
-        if self._error:
-            raise OneSidedError(self._error)
+        if self.error:
+            raise OneSidedError(self.error)
 
     # -- on its thread -------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class OneSidedReceiver:
             works, self._connection = [*self._posted], None
             self._posted.clear()
         for work in works:
-            work.end(self._error)
+            work.end(self.error)
         self._wakeup.close()
         if connection is not None:
             self._leave(connection)
@@ -322,17 +322,17 @@ class OneSidedReceiver:
         """Unmap the sender's memory, and close the connection once nothing is mapped any more.
         Called with ``_returned`` held: by the thread, or by whoever gives back lent memory after
         it."""
-        _KEPT.discard(connection)
+        KEPT.discard(connection)
         if self._lent.total():
             _log.error("a sender's memory stays mapped: it is still read")
-            _KEPT.add(connection)
+            KEPT.add(connection)
             return
         for export_id, mapped in [*self._mapped.items()]:
             try:
                 mapped.close()
             except PeerError as error:
                 _log.error("a sender's memory stays mapped: %s", error)
-                _KEPT.add(connection)
+                KEPT.add(connection)
             else:
                 del self._mapped[export_id]
         if not self._mapped:
@@ -513,18 +513,18 @@ class OneSidedSender:
         #: Those that some receiver has not said yet that it keeps.
         self._unkept: dict[int, SentWork] = {}
         self._members: dict[int, _Member] = {}
-        self._error = ""
+        self.error = ""
         self._num_sent = 0
         self._digests: dict[int, str] = {}
         self._wakeup = SelectorWaker()
         self._listener, self._name = listen()
-        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         try:
             self._arrivals = NewConnections(self._listener, _MAX_SILENT)
-            self._thread.start()
+            self.thread.start()
         except BaseException as error:  # interrupted: nobody else could end it
             self.abort()
-            if not self._thread.is_alive():
+            if not self.thread.is_alive():
                 unlink(self._name)
                 self._listener.close()
             if isinstance(error, OSError):
@@ -545,8 +545,8 @@ class OneSidedSender:
         if not options.tail:
             synchronize(buffer.device)
         with self._lock:
-            if self._error:
-                raise OneSidedError(self._error)
+            if self.error:
+                raise OneSidedError(self.error)
             work = SentWork(buffer, self._num_sent, set(self._ranks), options)
             self._num_sent += 1
             self._works[work.sequence] = work
@@ -568,15 +568,15 @@ class OneSidedSender:
 
     def settle(self, timeout_seconds: float) -> bool:
         """See ``Backend``: nothing here writes."""
-        return bool(self._error)
+        return bool(self.error)
 
     def _fail(self, error: str) -> None:
         """End all broadcasts with an error; called with the lock held."""
-        self._error = self._error or error
+        self.error = self.error or error
         for member in self._members.values():
             member.connection.end()
         for work in self._works.values():
-            work.end(self._error)
+            work.end(self.error)
         self._works.clear()
         self._unkept.clear()
         self._wakeup.set()
@@ -613,8 +613,8 @@ class OneSidedSender:
             while True:
                 events = selector.select()
                 self._wakeup.clear()
-                if self._error:
-                    raise OneSidedError(self._error)
+                if self.error:
+                    raise OneSidedError(self.error)
                 for key, _ in events:
                     if key.fileobj is self._arrivals:
                         self._accept(selector)

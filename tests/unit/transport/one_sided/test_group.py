@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.doubles.rendezvous import StoreDouble
+from tests.waits import stays, until
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.one_sided import members
@@ -61,6 +63,14 @@ def filled(value: int) -> torch.Tensor:
     return allocate_file(SIZE).fill_(value)
 
 
+def mapped_by(receiver: OneSidedReceiver) -> dict[int, Any]:
+    return receiver._mapped
+
+
+def joined(sender: OneSidedSender) -> dict[int, Any]:
+    return sender._members
+
+
 def send(sender: OneSidedSender) -> None:
     """Send a bucket and wait until all have it."""
     sent = sender.broadcast(filled(1), 10.0)
@@ -81,9 +91,9 @@ def test_receivers_read_the_senders_own_pages_mapped_once(join: Join) -> None:
             work.finish()
             assert int(into.min()) == int(into.max()) == value
         assert sent.wait_until(soon())
-    assert [len(receiver._mapped) for receiver in receivers] == [1, 1, 1]
+    assert [len(mapped_by(receiver)) for receiver in receivers] == [1, 1, 1]
     number = export_of(buffer)[0].export_id
-    mapped = receivers[0]._mapped[number].content
+    mapped = mapped_by(receivers[0])[number].content
     buffer.fill_(9)
     assert mapped[0] == 9
     assert not mapped.flags.writeable
@@ -106,25 +116,33 @@ def test_a_sender_hears_from_its_receivers_what_all_of_them_keep(join: Join) -> 
     works[0].keep()  # a sender that is gone is no matter of who keeps
 
 
-def test_keeping_what_was_not_taken_ends_the_group(
-    directory: Path, store: StoreDouble, wait: Wait
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ([Kept(7), Kept(0)], "keeps what it has not taken"),  # the first was never asked for
+        ([Taken(99)], "has taken what it was not given"),
+    ],
+)
+def test_a_receiver_that_says_what_cannot_be_ends_the_group(
+    directory: Path, store: StoreDouble, says: list[Any], found: str
 ) -> None:
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
     sender = OneSidedSender(store, 2)
-    connection = MemberConnection(connect(listed(store, wait), 5.0))
+    connection = MemberConnection(connect(listed(store), 5.0))
     try:
         connection.send(Hello(1, secret))
         assert isinstance(connection.receive(5.0)[0], Welcome)
-        connection.send(Kept(7))  # nobody asked
+        for message in says[:-1]:
+            connection.send(message)
         sent = sender.broadcast(filled(1), 10.0, BucketOptions(on_kept=lambda: None))
-        connection.send(Kept(0))
+        connection.send(says[-1])
         assert sent.wait_until(soon())
-        with pytest.raises(OneSidedError, match="keeps what it has not taken"):
+        with pytest.raises(OneSidedError, match=found):
             sent.finish()
     finally:
         connection.close()
-    wait(lambda: not sender._thread.is_alive())
+    until(lambda: not sender.thread.is_alive())
 
 
 def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
@@ -136,7 +154,7 @@ def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
         assert work.wait_until(soon())
         assert sent.wait_until(soon())
         del buffer, sent, work
-    assert len(receiver._mapped) <= 2
+    assert len(mapped_by(receiver)) <= 2
 
 
 def test_bytes_elsewhere_are_refused(join: Join) -> None:
@@ -162,12 +180,12 @@ def test_a_receiver_that_leaves_is_an_error_at_once(join: Join) -> None:
 
 @pytest.mark.parametrize("moment", ["as it looks for the sender", "as it connects"])
 def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
-    join: Join, store: StoreDouble, wait: Wait, monkeypatch: pytest.MonkeyPatch, moment: str
+    join: Join, store: StoreDouble, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     leaving, left = threading.Event(), threading.Event()
 
     def slowly(name: str, timeout_seconds: float) -> object:
-        if threading.current_thread() is second._thread:
+        if threading.current_thread() is second.thread:
             leaving.set()
             assert left.wait(10.0)
         return connect(name, timeout_seconds)
@@ -175,7 +193,7 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
     monkeypatch.setattr("weft_rl.transport.one_sided.members.connect", slowly)
     # The sender comes last: receivers look for it meanwhile.
     second = OneSidedReceiver(store, 2, torch.device("cpu"))
-    wait(lambda: "one-sided/2" in store.values)
+    until(lambda: "one-sided/2" in store.values)
     if moment == "as it looks for the sender":
         second.abort()
         left.set()
@@ -280,18 +298,18 @@ def test_sizes_must_agree(join: Join) -> None:
 # -- strangers and liars ---------------------------------------------------------------------
 
 
-def listed(store: StoreDouble, wait: Wait) -> str:
-    wait(lambda: "one-sided/0" in store.values)
+def listed(store: StoreDouble) -> str:
+    until(lambda: "one-sided/0" in store.values)
     return store.values["one-sided/0"].decode().split()[1]
 
 
 def test_another_process_with_the_wrong_secret_is_refused(
-    join: Join, store: StoreDouble, wait: Wait, caplog: pytest.LogCaptureFixture
+    join: Join, store: StoreDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, members.__name__)
     store.set("one-sided/2", f"{hashlib.sha256(b'its own').hexdigest()} ")
     sender, _ = join(1, num_others=1)
-    name = listed(store, wait)
+    name = listed(store)
     for rank in (2, 0, 7):
         stranger = MemberConnection(connect(name, 5.0))
         stranger.send(Hello(rank, bytes(32)))
@@ -303,7 +321,7 @@ def test_another_process_with_the_wrong_secret_is_refused(
     with pytest.raises(PeerError, match=r"gone|closed"):
         odd.receive(5.0)
     odd.close()
-    assert not sender._error  # nobody was harmed
+    assert not sender.error  # nobody was harmed
     own = f"the peer (pid {os.getpid()})"
     assert [record.getMessage() for record in caplog.records] == [
         f"refused on a group's socket: {own} {why}"
@@ -317,9 +335,9 @@ def test_another_process_with_the_wrong_secret_is_refused(
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
 
 
-def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: Wait) -> None:
+def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble) -> None:
     sender, _ = join(0, num_others=1)
-    name = listed(store, wait)
+    name = listed(store)
     with contextlib.ExitStack() as silent:
         for _ in range(3 * members._MAX_SILENT):
             silent.enter_context(connect(name, 5.0))
@@ -332,10 +350,10 @@ def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: W
         receiver.abort()
 
 
-def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> None:
+def test_a_rank_has_one_place(join: Join, store: StoreDouble) -> None:
     sender, (receiver,) = join(1)
-    wait(lambda: sender._members)
-    again = MemberConnection(connect(listed(store, wait), 5.0))
+    until(lambda: joined(sender))
+    again = MemberConnection(connect(listed(store), 5.0))
     again.send(Hello(1, receiver._place.secret))
     with pytest.raises(PeerError, match=r"gone|closed"):
         again.receive(5.0)
@@ -345,61 +363,24 @@ def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> Non
 def test_another_user_at_a_groups_socket_is_warned_of(
     join: Join,
     store: StoreDouble,
-    wait: Wait,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else may enter the directory, so it is root, or the directory is not as it should."""
     sender, _ = join(1)
-    wait(lambda: sender._members)
-    name, uid = listed(store, wait), os.geteuid()
+    until(lambda: joined(sender))
+    name, uid = listed(store), os.geteuid()
     with connect(name, 5.0) as stranger, monkeypatch.context() as patch:
         patch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
         stranger.send(b"x")
         stranger.settimeout(5.0)
         with contextlib.suppress(ConnectionResetError):  # it was not read
             assert stranger.recv(1) == b""
-        wait(lambda: caplog.records)
+        until(lambda: caplog.records)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"(pid {os.getpid()}) is of uid {uid}, this process of {uid + 1}" in record.getMessage()
-    assert not sender._error
-
-
-def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener, name = listen(1)
-    try:
-        connected = connect(name, 5.0)
-        uid = os.geteuid()
-        monkeypatch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
-        with pytest.raises(PeerError, match=f"of uid {uid}, this process of {uid + 1}"):
-            MemberConnection(connected)
-        assert connected.fileno() == -1
-    finally:
-        monkeypatch.undo()
-        unlink(name)
-        listener.close()
-    (directory / name).unlink(missing_ok=True)
-
-
-def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
-    directory: Path, store: StoreDouble, wait: Wait
-) -> None:
-    secret = b"r" * 32
-    store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
-    sender = OneSidedSender(store, 2)
-    connection = MemberConnection(connect(listed(store, wait), 5.0))
-    try:
-        connection.send(Hello(1, secret))
-        assert isinstance(connection.receive(5.0)[0], Welcome)
-        sent = sender.broadcast(filled(1), 10.0)
-        connection.send(Taken(99))
-        assert sent.wait_until(soon())
-        with pytest.raises(OneSidedError, match="has taken what it was not given"):
-            sent.finish()
-    finally:
-        connection.close()
-    wait(lambda: not sender._thread.is_alive())
+    assert not sender.error
 
 
 Lie = Callable[[MemberConnection, bytes], None]
@@ -475,7 +456,7 @@ def _too_many_buffers(connection: MemberConnection, secret: bytes) -> None:
     ids=lambda value: value.__name__[1:] if callable(value) else "",
 )
 def test_a_sender_that_lies_is_found_out(
-    directory: Path, store: StoreDouble, lie: Lie, found: str, wait: Wait
+    directory: Path, store: StoreDouble, lie: Lie, found: str
 ) -> None:
     listener, name = listen(1)
     secret = b"s" * 32
@@ -489,8 +470,8 @@ def test_a_sender_that_lies_is_found_out(
         assert work.wait_until(soon())
         with pytest.raises(OneSidedError, match=found):
             work.finish()
-        wait(lambda: not receiver._thread.is_alive())
-        assert not receiver._mapped
+        until(lambda: not receiver.thread.is_alive())
+        assert not mapped_by(receiver)
     finally:
         unlink(name)
         connection.close()
@@ -518,11 +499,11 @@ os._exit(0)
 
 
 def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
-    directory: Path, store: StoreDouble, wait: Wait
+    directory: Path, store: StoreDouble
 ) -> None:
     """Also where a child of it lives on."""
     receiver = OneSidedReceiver(store, 1, torch.device("cpu"))
-    wait(lambda: "one-sided/1" in store.values)
+    until(lambda: "one-sided/1" in store.values)
     digest = store.values["one-sided/1"].decode().strip()
     command = [sys.executable, "-c", _SENDER, digest]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
@@ -532,7 +513,7 @@ def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
             into = empty()
             assert receiver.broadcast(into, 60.0).wait_until(soon())
             child = int(sender.stdout.readline())
-            mapped = next(iter(receiver._mapped.values())).content
+            mapped = next(iter(mapped_by(receiver).values())).content
             waiting = receiver.broadcast(empty(), 60.0)
             began = time.monotonic()
         finally:
@@ -628,7 +609,7 @@ def test_a_receiver_that_is_behind_can_be_told_of_all_that_is_under_way(join: Jo
 
 
 def test_what_is_lent_stays_mapped_when_the_group_ends(
-    join: Join, wait: Wait, monkeypatch: pytest.MonkeyPatch
+    join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[int] = []
     monkeypatch.setattr(FileMapping, "close", lambda mapping: closed.append(id(mapping)))
@@ -637,11 +618,10 @@ def test_what_is_lent_stays_mapped_when_the_group_ends(
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
     sender.abort()
-    time.sleep(0.1)
-    assert closed == []
+    stays(lambda: not closed, 0.1)
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
-    wait(lambda: closed)
+    until(lambda: closed)
 
 
 def test_what_is_lent_lives_as_long_as_anybody_reads_it(directory: Path) -> None:
@@ -667,18 +647,18 @@ def test_nothing_is_lent_to_whoever_has_stopped_reading(join: Join) -> None:
     assert not receiver._lent.total()
 
 
-def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait) -> None:
+def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join) -> None:
     sender, (receiver,) = join(1)
     buffer = filled(1)
     sender.broadcast(buffer, 10.0)
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
-    (member,) = sender._members.values()
+    (member,) = joined(sender).values()
     member.connection.send(Withdraw(export_of(buffer)[0].export_id))
-    wait(lambda: receiver._error)
-    assert "being read" in receiver._error
-    assert receiver._mapped
-    wait(lambda: sender._error)  # it was told, and may write there from now on
+    until(lambda: receiver.error)
+    assert "being read" in receiver.error
+    assert mapped_by(receiver)
+    until(lambda: sender.error)  # it was told, and may write there from now on
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
-    wait(lambda: not receiver._mapped)
+    until(lambda: not mapped_by(receiver))
