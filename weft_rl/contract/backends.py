@@ -18,15 +18,15 @@ class BackendFacts:
     """Facts about a backend that decide where it can be used."""
 
     on_host: bool = False
-    """Whether it carries buckets between hosts' memories."""
+    """True if it carries buckets between hosts' memories."""
     on_gpu: bool = False
-    """Whether it carries them between GPUs' memories, where members have GPUs."""
+    """True if it carries them between GPUs' memories, where members have GPUs."""
     within_host: bool = False
-    """Whether receivers read the sender's memory: each tries that before the push."""
+    """True if receivers read the sender's memory: each tries that before the push."""
     one_per_gpu: bool = False
-    """Whether no two members may share a GPU."""
+    """True if no two members may share a GPU."""
     blocks_gpu: bool = False
-    """Whether a receive that waits for its sender occupies the GPU."""
+    """True if a receive that waits for its sender occupies the GPU."""
 
 
 class _Facts(dict[str, BackendFacts]):

@@ -118,6 +118,11 @@ def test_buckets_are_larger_where_their_parts_would_be_too_many(
     ],
 )
 def test_adapters_are_checked_where_it_is_cheap_whatever_is_said(
-    wanted: bool, backend: str, is_adapter: bool, checked: bool
+    wanted: bool,
+    backend: str,
+    is_adapter: bool,
+    checked: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert checks_finite(wanted, backend, is_adapter=is_adapter) is checked
