@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from trainer_side.pushes.rank_push import RankPush, RankPushFactory, packs_on_de
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
 from trainer_side.sources.source import Adapter
-from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
+from weft_rl.contract.errors import InvalidNameError, InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, plural
 from weft_rl.contract.options import (
     DEFAULT_BASE,
@@ -453,35 +453,39 @@ class PushResult(NamedTuple):
 
 def report_of(
     transfer: pb.Transfer,
-    *,
-    total_bytes: int,
+    plan: PushPlan,
     seconds: float,
-    source: str,
-    backend: str,
-    remarks: Sequence[str],
-    cost: CopyUsage = NOT_COPIED,
+    cost: CopyUsage,
+    failures: Iterable[WeftError],
+    about_base: Iterable[str],
 ) -> PushReport:
-    """Return the report of a push from its ended transfer.
+    """Return the report of a push from its plan and its ended transfer.
 
     Args:
-        backend: Backend that was to carry the bytes, if the transfer does not say.
-        remarks: The trainer's own remarks; those on replicas that do not serve it follow.
+        cost: Cost of the copy that was sent.
+        failures: Errors that it was begun again for.
+        about_base: Remarks on the base that an adapter is served over.
     """
     return PushReport(
-        total_bytes=total_bytes,
+        total_bytes=plan.push.num_bytes or transfer.total_bytes,
         num_replicas=len(transfer.serving_replica_ids),
         seconds=seconds,
         forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
         staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
         committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
         pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
-        source=source,
-        backend=transfer.backend or backend,
+        source=plan.push.description,
+        backend=transfer.backend or plan.backend,
         backend_reason=transfer.backend_reason,
         copied_bytes=cost.num_bytes,
         copying_seconds=cost.seconds,
         copies_memory_bytes=cost.memory_bytes,
-        remarks=(*remarks, *missing_replicas(transfer)),
+        remarks=(
+            *(f"begun again, for {error}" for error in failures),
+            *plan.remarks,
+            *about_base,
+            *missing_replicas(transfer),
+        ),
     )
 
 

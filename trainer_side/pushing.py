@@ -264,19 +264,8 @@ class PushExecutor:
                         transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
                         version = POLICY_VERSION.decode(begun.version)
                         about_base = self._about_base(request, plan, origin, version, transfer)
-                        report = report_of(
-                            transfer,
-                            total_bytes=plan.push.num_bytes or transfer.total_bytes,
-                            seconds=time.monotonic() - began,
-                            source=plan.push.description,
-                            backend=plan.backend,
-                            cost=cost,
-                            remarks=(
-                                *(f"begun again, for {error}" for error in failures),
-                                *plan.remarks,
-                                *about_base,
-                            ),
-                        )
+                        seconds = time.monotonic() - began
+                        report = report_of(transfer, plan, seconds, cost, failures, about_base)
                     except WeftError as error:  # tried again until the deadline, if it may pass
                         if not _may_pass(error):
                             if before := _shown_before(failures, error):

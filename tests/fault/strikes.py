@@ -184,7 +184,7 @@ def _trainer(strike: Strike) -> None:
         case "before begin":
             _before(PoolClient, "begin", strike)
         case "in rendezvous":
-            _before(SendingRank, "_hand_over", strike)
+            _before(SendingRank, "send", strike)
         case "at a bucket":
             _before(Packer, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":
@@ -207,7 +207,7 @@ def _sending_rank(strike: Strike) -> None:
         case "before begin":
             _before(RankPushFactory, "_packing", strike)
         case "in rendezvous":
-            _before(SendingRank, "_hand_over", strike)
+            _before(SendingRank, "send", strike)
         case "at a bucket":
             _before(Packer, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":

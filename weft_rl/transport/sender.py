@@ -245,9 +245,40 @@ class SendingRank:
                 failed. Nobody was told: ``give_up`` does.
         """
         self._follow(sending.transfer_id)
-        operations = self._hand_over(sending)
-        digest = self._stage(sending) if sending.buckets.are_summed() else b""
-        for operation in operations:
+        buckets = sending.buckets
+        if not sending.digests:
+            self._make(sending)  # while the group still forms
+        direction = self._direction
+        self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
+        _tell_progress(sending)
+        first = direction.first_bucket
+        if first < sending.num_released:
+            what = f"bucket {first}, which it had verified and which is no longer held here"
+            raise PeerUnavailableError(f"a receiver lost {what}; push again")
+        self._num_sent = first
+        indices, lane = sending.indices, self._membership.lanes[self.ticket.rank]
+        to_send = bisect_left(indices, first)
+        under_way: dict[int, Operation] = {}
+        for nth in range(min(to_send, len(sending.digests)), len(indices)):
+            if nth >= len(sending.digests):
+                reused = nth - buckets.num_buffers
+                if reused >= to_send:
+                    operation = under_way.pop(reused)
+                    self._await_released(sending, indices[reused] + 1, operation)
+                    self._await_sent(operation, sending.deadline)
+                self._make(sending)
+            if nth < to_send:
+                self._raise_end()
+                continue
+            seconds = max(1.0, sending.deadline - time.monotonic())
+            forming = partial(self._say, pb.ACTIVITY_FORMING)
+            wire, sealed = buckets.wire(nth), sending.sealed[nth]
+            room = wire.numel() - sealed.payload_bytes
+            options = BucketOptions(tail_bytes=room, tail=sealed.tail, on_kept=self.wake)
+            under_way[nth] = lane.broadcast(wire, seconds, forming, options)
+            self._num_sent = indices[nth] + 1
+        digest = self._stage(sending) if buckets.are_summed() else b""
+        for operation in under_way.values():
             self._await_sent(operation, sending.deadline)
         self._await_released(sending, sending.num_buckets)
         if not digest:
@@ -291,43 +322,6 @@ class SendingRank:
         """
         self._broken = self._broken or WeftError("the sender has left the group")
         return self._membership.leave()
-
-    def _hand_over(self, sending: SenderProgress) -> list[Operation]:
-        """Hand every bucket that the receivers lack to the backend; return the operations under way
-        at the end."""
-        buckets = sending.buckets
-        if not sending.digests:
-            self._make(sending)  # while the group still forms
-        direction = self._direction
-        self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
-        _tell_progress(sending)
-        first = direction.first_bucket
-        if first < sending.num_released:
-            what = f"bucket {first}, which it had verified and which is no longer held here"
-            raise PeerUnavailableError(f"a receiver lost {what}; push again")
-        self._num_sent = first
-        indices, lane = sending.indices, self._membership.lanes[self.ticket.rank]
-        to_send = bisect_left(indices, first)
-        operations: dict[int, Operation] = {}
-        for nth in range(min(to_send, len(sending.digests)), len(indices)):
-            if nth >= len(sending.digests):
-                reused = nth - buckets.num_buffers
-                if reused >= to_send:
-                    operation = operations.pop(reused)
-                    self._await_released(sending, indices[reused] + 1, operation)
-                    self._await_sent(operation, sending.deadline)
-                self._make(sending)
-            if nth < to_send:
-                self._raise_end()
-                continue
-            seconds = max(1.0, sending.deadline - time.monotonic())
-            forming = partial(self._say, pb.ACTIVITY_FORMING)
-            wire, sealed = buckets.wire(nth), sending.sealed[nth]
-            room = wire.numel() - sealed.payload_bytes
-            options = BucketOptions(tail_bytes=room, tail=sealed.tail, on_kept=self.wake)
-            operations[nth] = lane.broadcast(wire, seconds, forming, options)
-            self._num_sent = indices[nth] + 1
-        return [*operations.values()]
 
     def _stage(self, sending: SenderProgress) -> bytes:
         """Report that all buckets were handed over; return their content digest."""
