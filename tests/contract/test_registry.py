@@ -107,7 +107,7 @@ async def test_report_checkpoint(pool: Pool) -> None:
     got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
     assert got.base_checkpoint.replica_id == "r0"
     assert got.base_checkpoint.files[0].name == "model.safetensors"
-    assert got.replicas[1].checkpoint_digest == b"3" * 32
+    assert got.replicas[1].checkpoint.digest == b"3" * 32
     assert "model.safetensors differ from those of r0" in got.replicas[1].state_reason
     described = await trainer.stub.DescribeTarget(publish_pb2.DescribeTargetRequest())
     assert described.base_checkpoint_digest == b"1" * 32
