@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waits import until
+
 # As /proc shows a segment of rollout_side.memory.segment.
 _SEGMENT = re.compile(r"/memfd:weft\b")
 
@@ -45,6 +47,15 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def await_ended(pids: Iterable[int], seconds: float, of: str) -> None:
+    """Wait until processes have ended; the error says whose they were."""
+
+    def left() -> list[int]:
+        return [pid for pid in pids if is_running(pid)]
+
+    until(lambda: not left(), seconds, why=lambda: f"{of} left processes {left()} behind")
 
 
 def title(pid: int) -> str:

@@ -7,6 +7,7 @@ its pod, and a memory cgroup. Needs root, and Linux with overlayfs and network n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.chart.rendering import NAMESPACE, ROOT, Resource
+from tests.waits import until
 
 _SIZE = re.compile(r"(\d+)(Ki|Mi|Gi)")
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -134,14 +136,13 @@ class Memory:
 
     def remove(self, seconds: float = 30.0) -> None:
         """Remove it once the kernel is done with its processes."""
-        until = time.monotonic() + seconds
-        while True:
-            try:
-                return self.path.rmdir()
-            except OSError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(0.05)
+
+        def is_gone() -> bool:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            return not self.path.exists()
+
+        until(is_gone, seconds)
 
     def num_killed(self) -> int:
         """How many processes the kernel ended for want of memory."""

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.request
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.chart.rendering import CHART, HELM, PROFILES, ROOT, render
+from tests.waits import until
 from weft_rl import __version__
 
 sys.path.insert(0, str(ROOT / "helm"))
@@ -67,12 +67,8 @@ def registry(tmp_path):
     with log.open("w") as lines:
         server = subprocess.Popen([REGISTRY, "serve", config], stdout=lines, stderr=lines)
     try:
-        until = time.monotonic() + 30
-        while not (found := re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text())):
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.05)
-        yield found[1]
+        address = re.compile(r"listening on (127\.0\.0\.1:\d+)")
+        yield until(lambda: address.search(log.read_text()), 30, why=log.read_text)[1]
     finally:
         with suppress(ProcessLookupError):
             server.terminate()

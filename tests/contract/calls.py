@@ -1,9 +1,7 @@
-"""Calls that must fail, and conditions that come true after some calls."""
+"""Calls that must fail."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -37,10 +35,3 @@ async def fails(call: Any, code: str, reason: str) -> WeftError:
     how, error = await refused(call)
     assert how == f"{code}/{reason}"
     return error
-
-
-async def eventually(condition: Callable[[], Awaitable[object]]) -> None:
-    """Wait until something holds; on a busy machine that may take a while."""
-    async with asyncio.timeout(60):
-        while not await condition():
-            await asyncio.sleep(0.02)

@@ -7,8 +7,9 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tests.contract.calls import eventually, refusal, refused
+from tests.contract.calls import refusal, refused
 from tests.contract.conftest import Pool
+from tests.waits import eventually
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import duration_from_proto, duration_to_proto
 from weft_rl.v1 import admin_pb2 as pb

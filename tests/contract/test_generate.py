@@ -11,10 +11,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tests.contract.calls import eventually, fails, refused
+from tests.contract.calls import fails, refused
 from tests.contract.served_replica import Served
 from tests.doubles.agent import hear
 from tests.doubles.answers import token
+from tests.waits import eventually
 from weft_rl.v1 import generate_pb2 as pb
 from weft_rl.v1 import replica_pb2, types_pb2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from tests.contract.calls import eventually
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.trainer import FakeTrainer
+from tests.waits import eventually
 from weft_rl.cli.status import render
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.numbering import LEAP

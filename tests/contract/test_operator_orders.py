@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -19,6 +19,7 @@ from rollout_side.config import AgentConfig
 from tests.contract.conftest import Pool
 from tests.doubles.agent import serve
 from tests.doubles.engine import EngineDouble
+from tests.waits import eventually
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import (
@@ -55,12 +56,6 @@ class Replica:
     async def keep_out(self) -> None:
         request = admin_pb2.CordonRequest(replica_id="r0", reason="odd answers", no_pushes=True)
         await self.admin.Cordon(request)
-
-
-async def eventually(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture

@@ -9,9 +9,10 @@ from collections.abc import Awaitable
 import grpc
 import pytest
 
-from tests.contract.calls import eventually, refusal
+from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from tests.doubles.trainer import FakeTrainer
+from tests.waits import eventually
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import admin_pb2, admin_pb2_grpc, publish_pb2

@@ -20,6 +20,7 @@ from rollout_side.agent.registration import HeldVersions, Registration
 from rollout_side.config import AgentConfig
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
+from tests.waits import until
 from weft_rl.contract.errors import (
     BaseMismatchError,
     CapacityError,
@@ -144,11 +145,6 @@ def _registration(
     )
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    nobody, turns = threading.Event(), int(_SECONDS / 0.01)
-    assert any(condition() or nobody.wait(0.01) for _ in range(turns))
-
-
 def test_a_replica_outlives_a_coordinator_that_fails(
     server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,12 +175,12 @@ def test_it_tells_the_next_coordinator_what_it_was_ordered_last(
     def forgets(number: int) -> None:
         """Once the newest answer was heard, the coordinator is another one."""
         beats = registry.beats
-        _wait_for(lambda: registry.beats > beats + 1)
+        until(lambda: registry.beats > beats + 1)
         registry.errors.append(NotFoundError("register again", reason="REPLICA_UNKNOWN"))
-        _wait_for(lambda: len(registry.requests) == number)
+        until(lambda: len(registry.requests) == number)
 
     try:
-        _wait_for(lambda: registry.beats > 0)
+        until(lambda: registry.beats > 0)
         registry.answer = registry_pb2.HeartbeatResponse(out_of_service=order, epoch=41)
         forgets(2)
         registry.answer = registry_pb2.HeartbeatResponse(epoch=42)
@@ -206,16 +202,16 @@ def test_a_refusal_never_ends_a_replica_that_was_taken_in(
     registration = _registration(_serve(server, registry), failed.append)
     registration.start()
     try:
-        _wait_for(registration.ready.is_set)
+        until(registration.ready.is_set)
         registry.refusal = error
-        _wait_for(lambda: not registration.in_contact)
+        until(lambda: not registration.in_contact)
         assert error.message in registration.trouble
         assert not registration.is_known
         registration.registered.clear()  # as after NOT_FOUND: Register is refused alike
         num_requests = len(registry.requests)
-        _wait_for(lambda: len(registry.requests) > num_requests + 2)
+        until(lambda: len(registry.requests) > num_requests + 2)
         registry.refusal = None
-        _wait_for(lambda: registration.in_contact and registration.is_known)
+        until(lambda: registration.in_contact and registration.is_known)
         assert not registration.trouble
     finally:
         registration.stop()
@@ -242,7 +238,7 @@ def test_at_a_fresh_start_what_the_replica_itself_is_ends_it_and_nothing_else_do
         if is_final:
             assert ended.wait(_SECONDS)
         else:
-            _wait_for(lambda: len(registry.requests) > 3)
+            until(lambda: len(registry.requests) > 3)
             registry.refusal = None
             assert registry.registered.wait(_SECONDS)
     finally:
@@ -284,10 +280,10 @@ def test_what_fails_in_the_replica_itself_does_not_end_its_thread_in_silence(
     registration = _registration(_serve(server, registry), failed.append, current)
     registration.start()
     try:
-        _wait_for(lambda: "a directory that nobody can parse" in registration.trouble)
+        until(lambda: "a directory that nobody can parse" in registration.trouble)
         broken = False
         assert registry.registered.wait(_SECONDS)
-        _wait_for(lambda: not registration.trouble)
+        until(lambda: not registration.trouble)
     finally:
         registration.stop()
     assert not failed
@@ -310,7 +306,7 @@ def test_an_expired_certificate_is_called_so(
     registration = _registration(f"127.0.0.1:{port}", pytest.fail)
     registration.start()
     try:
-        _wait_for(lambda: "certificate has expired" in registration.trouble)
+        until(lambda: "certificate has expired" in registration.trouble)
         assert expired.tls_cert in registration.trouble
     finally:
         registration.stop()
@@ -327,10 +323,10 @@ def test_a_token_file_that_is_away_keeps_the_token_that_it_held(
     registration = _registration(_serve(server, registry), pytest.fail)
     registration.start()
     try:
-        _wait_for(registration.ready.is_set)
+        until(registration.ready.is_set)
         file.unlink()
         beats = registry.beats
-        _wait_for(lambda: registry.beats > beats + 3)
+        until(lambda: registry.beats > beats + 3)
         assert registration.in_contact
     finally:
         registration.stop()

@@ -18,6 +18,7 @@ from tests.contract.calls import refusal
 from tests.contract.served_replica import BASE_1, MANIFEST, Served
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
+from tests.waits import until
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion
@@ -320,14 +321,9 @@ async def test_workers_that_do_not_answer_for_a_while_do_not_end_the_replica(
         monkeypatch.setattr(engine, "memory", ask)
         agent = pool.add_replica("r0", engine)
         engine.store.reserve("t", 64, adapter=False)
-        deadline = time.monotonic() + 20
-        while len(asked) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(asked) >= 2)
         away.clear()
-        while agent.serving.memory.staging_bytes != 64:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: agent.serving.memory.staging_bytes == 64)
     assert "asked again each second" in caplog.text
 
 

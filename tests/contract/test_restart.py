@@ -17,10 +17,11 @@ from rollout_side.config import AgentConfig
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.versions import StagedVersion, tensors_in
 from rollout_side.spill.folder import SpillSettings
-from tests.contract.calls import eventually, refusal
+from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from tests.contract.served_replica import MANIFEST, Served, serving
 from tests.doubles.engine import EngineDouble
+from tests.waits import eventually
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.runtime.catalog.database import CatalogError
 from weft_rl.rpc.codec import vector_from_proto

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.doubles import sharded_trainer
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
+from tests.waits import until
 from weft_rl.contract.backends import GLOO, ONE_SIDED
 from weft_rl.contract.errors import WeftError
 from weft_rl.transport.wire.buckets import SealedBucket
@@ -54,13 +55,6 @@ def trainer(pool: Pool, engines: list[EngineDouble]) -> Iterator[ShardedTrainer]
 
 def same(left: Weights, right: Weights) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import resource
@@ -10,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tests.contract.conftest import Pool
+from tests.waits import until
 from weft_rl.contract.errors import (
     REASONS,
     CapacityError,
@@ -341,14 +342,13 @@ def test_a_coordinator_that_is_told_to_reads_its_files_again(
                 file.write(rule.format(hashlib.sha256(b"two").hexdigest()))
             os.utime(access, ns=(was.st_atime_ns, was.st_mtime_ns))
             child.send_signal(signal.SIGHUP)
-            deadline = time.monotonic() + 10
-            while True:
-                try:
-                    stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10)
-                    break
-                except grpc.RpcError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+
+            def is_let_in() -> bool:
+                with contextlib.suppress(grpc.RpcError):
+                    return bool(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10))
+                return False
+
+            until(is_let_in)
         assert child.poll() is None
     finally:
         child.terminate()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.doubles.raw_http2 import (
     RawClient,
 )
 from tests.integration.models import Model, lora, peft_of, same, weights
+from tests.waits import until
 from trainer_side import Publisher, Tls
 from weft_rl.coordinator.runtime.watchers import MAX_BEHIND
 from weft_rl.rpc import inbound, server
@@ -134,13 +135,6 @@ def _closed_after(connection: socket.socket) -> float:
     return time.monotonic() - began
 
 
-def _eventually(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + _SECONDS
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 # -- connections -------------------------------------------------------------------
 
 
@@ -162,7 +156,7 @@ def test_no_more_connections_than_there_may_be(
         under.push()  # over connections that are there
         for client in clients:
             client.close()
-        _eventually(lambda: _is_served(under))
+        until(lambda: _is_served(under))
 
 
 def _is_served(under: Attacked) -> bool:
@@ -271,16 +265,16 @@ def test_a_watch_that_never_reads_is_ended(
         client.call(name)
         feed = under.coordinator._driver._feed
         if method == "WatchEvents":
-            _eventually(lambda: len(feed._watchers) == 1)
+            until(lambda: len(feed._watchers) == 1)
             (watcher,) = feed._watchers
             for _ in range(MAX_BEHIND * 3):
                 under.pool.call(lambda: feed.publish(0.0, _event()))
                 assert len(watcher._queue) <= MAX_BEHIND
         under.push()
-        _eventually(lambda: bool(under.audited(call=name)))
+        until(lambda: bool(under.audited(call=name)))
         (line,) = under.audited(call=name)
         assert (line["who"], line["result"]) == ("mallory.test", "TOO_SLOW")
-        _eventually(lambda: not feed._watchers)
+        until(lambda: not feed._watchers)
     under.push()
 
 
@@ -298,11 +292,11 @@ def test_a_stream_that_nobody_reads_ends_with_its_identity(
     with closing(RawClient(under.pool.target, under.mallory, window=0)) as client:
         client.call("weft.v1.InspectService/WatchEvents")
         feed = under.coordinator._driver._feed
-        _eventually(lambda: len(feed._watchers) == 1)
+        until(lambda: len(feed._watchers) == 1)
         under.push()  # it has something to say now, and cannot
         rules = under.coordinator.config.access
         rules.write_text(attacks.ACCESS.replace("mallory.test", "nobody.test"))
-        _eventually(lambda: not feed._watchers)
+        until(lambda: not feed._watchers)
 
 
 # -- calls that must not be answered -------------------------------------------------

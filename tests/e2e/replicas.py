@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import generate_pb2
@@ -144,10 +144,12 @@ def serving_url(process: Process) -> str:
 def answering_url(process: Process) -> str:
     """The same, once it answers bare names, too: it has heard from the coordinator by then, and
     serves the pool's base."""
-    url, end = serving_url(process), time.monotonic() + _START_SECONDS
-    while "base" not in [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]]:
-        assert time.monotonic() < end, process.tail()
-        time.sleep(0.05)
+    url = serving_url(process)
+
+    def names() -> list[str]:
+        return [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]]
+
+    until(lambda: "base" in names(), _START_SECONDS, every_seconds=0.05, why=process.tail)
     return url
 
 
@@ -232,13 +234,15 @@ def wait_ready(target: str, replica_id: str, url: str = "") -> pb.Replica:
         url: Of its OpenAI server, where a process of the same name was killed before: what
             the coordinator knows may still be that one's.
     """
-    deadline = time.monotonic() + _CATCH_UP_SECONDS
     with open_channel(target) as channel:
         stub = InspectServiceStub(channel)
-        while True:
+        found = [pb.Replica()]
+
+        def is_ready() -> bool:
             replicas = stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
-            replica = next((r for r in replicas if r.replica_id == replica_id), pb.Replica())
-            if replica.state == pb.REPLICA_STATE_READY and url in ("", replica.http_url):
-                return replica
-            assert time.monotonic() < deadline, replica.state_reason
-            time.sleep(0.1)
+            found[:] = [r for r in replicas if r.replica_id == replica_id] or [pb.Replica()]
+            is_there = url in ("", found[0].http_url)
+            return is_there and bool(found[0].state == pb.REPLICA_STATE_READY)
+
+        until(is_ready, _CATCH_UP_SECONDS, every_seconds=0.1, why=lambda: found[0].state_reason)
+        return found[0]

@@ -7,7 +7,6 @@ then the first ones: tokens and acceptance must be as they were.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tests.e2e.replicas import (
     start_replica,
     wait_ready,
 )
+from tests.waits import until
 from trainer_side import Publisher
 from weft_rl.cli.demo.main import Answer, complete
 from weft_rl.cli.demo.processes import Process
@@ -98,12 +98,15 @@ class Pool:
     def stale(self, version: int, replica_id: str = "replica-0", *, words: str = "") -> str:
         """Return the words of `weft status` on a draft, once the replica serves a version, and
         these words are among them: its draft counts as of the base until its next heartbeat."""
-        while True:
+        said = [""]
+
+        def is_said() -> bool:
             replica = wait_ready(self.target, replica_id)
-            said = stale_draft(replica)
-            if replica.version_vector.base == version and words in said:
-                return said
-            time.sleep(0.1)
+            said[0] = stale_draft(replica)
+            return bool(replica.version_vector.base == version and words in said[0])
+
+        until(is_said, 60.0, every_seconds=0.1, why=lambda: said[0])
+        return said[0]
 
 
 def draft_counts(url: str) -> tuple[float, float]:
@@ -111,13 +114,14 @@ def draft_counts(url: str) -> tuple[float, float]:
 
     vLLM counts a step once it has handed its tokens out, so the last may still be missing.
     """
-    found, end = _draft_counts(url), time.monotonic() + 30
-    while time.monotonic() < end:
-        time.sleep(0.2)
-        before, found = found, _draft_counts(url)
-        if found == before:
-            return found
-    raise TimeoutError("the engine is not idle")
+    found = [(-1.0, -1.0)] * 2
+
+    def is_idle() -> bool:
+        found[:] = found[1], _draft_counts(url)
+        return found[0] == found[1]
+
+    until(is_idle, 30, every_seconds=0.2, why=lambda: "the engine is not idle")
+    return found[0]
 
 
 def _draft_counts(url: str) -> tuple[float, float]:

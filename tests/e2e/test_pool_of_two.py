@@ -33,8 +33,8 @@ from tests.e2e.replicas import (
     stream,
     wait_ready,
 )
-from tests.integration.models import until
 from tests.models import Referee
+from tests.waits import until
 from trainer_side import Publisher, RolloutClient, SampleGroup, Sampling
 from weft_rl.cli.demo.processes import Process
 from weft_rl.cli.main import app

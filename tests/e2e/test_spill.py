@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,9 +23,9 @@ from tests.e2e.replicas import (
     stream,
     wait_ready,
 )
-from tests.integration.models import until
 from tests.models import Referee
 from tests.processes import is_running, members
+from tests.waits import until
 from trainer_side import Publisher
 
 _SPILL_SECONDS = _END_SECONDS = 30.0
@@ -36,13 +35,11 @@ _MAX_ERROR = 5e-5
 
 
 def _wait_spilled(target: str, *versions: str) -> None:
-    deadline = time.monotonic() + _SPILL_SECONDS
-    while True:
-        spilled = wait_ready(target, "replica-0").report.spilled_versions
-        if [f"{v.policy}@{v.version}" for v in spilled] == list(versions):
-            return
-        assert time.monotonic() < deadline, spilled
-        time.sleep(0.1)
+    def spilled() -> list[str]:
+        found = wait_ready(target, "replica-0").report.spilled_versions
+        return [f"{v.policy}@{v.version}" for v in found]
+
+    until(lambda: spilled() == list(versions), _SPILL_SECONDS, every_seconds=0.1, why=spilled)
 
 
 def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(

@@ -14,8 +14,8 @@ from rollout_side.vllm_engine.replica import GRACE_SECONDS
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.logprobs import PROMPT, check
-from tests.integration.models import until
 from tests.models import Referee, adapter_config, make_adapter, rename_modules
+from tests.waits import until
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidNameError,
@@ -181,8 +181,7 @@ def test_retiring_waits_for_requests(served: Served, referee: Referee) -> None:
     before = engine.call("memory").adapter_bytes
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.complete, "old@1", PROMPT, 400)
-        while engine.call("tracker.num_running") == 0:
-            time.sleep(0.001)
+        until(lambda: engine.call("tracker.num_running"))
         engine.push_adapter("old@2", models.adapters[1])
         assert engine.retire("old@1") is False
         assert not running.done(), "the request ended too soon for this test to say anything"

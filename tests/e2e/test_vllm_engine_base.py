@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.generations import joined
 from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee, make_kv_scaled, make_model
+from tests.waits import until
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -65,8 +65,7 @@ def test_running_requests_go_on(served: Served, referee: Referee) -> None:
     engine, models = served.engine, served.models
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(engine.complete, "tiny", PROMPT, 400) for _ in range(2)]
-        while engine.call("tracker.num_running") < 2:
-            time.sleep(0.001)
+        until(lambda: engine.call("tracker.num_running") == 2)
         times = engine.push_base("base@3", models.other)
         assert not any(request.done() for request in running)
         answers = [request.result() for request in running]
@@ -157,10 +156,7 @@ def test_an_answer_that_is_ended_runs_no_further(served: Served) -> None:
     assert engine.call("num_requests") == 0
     assert not engine.call("engine.output_processor.has_unfinished_requests")
     assert engine.complete("tiny", PROMPT, 2).tokens  # after which its gauges are of now
-    deadline = time.monotonic() + 5
-    while running():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not running(), 5)
     chunks, error = engine.call("generations.read", number)
     assert error is None
     assert all(len(sample.tokens) < 480 for sample in joined(chunks, 4))

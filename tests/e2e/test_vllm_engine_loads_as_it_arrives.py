@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.e2e.generations import Generated, joined
 from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee
+from tests.waits import until
 from weft_rl.contract.errors import NotReadyError, VersionChangedError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.sampling import Sampling
@@ -55,13 +57,14 @@ def push(engine: EngineProcess, version: str, model: Path) -> SwitchTimes:
     return commit(engine, version, model)
 
 
+def _arriving(engine: EngineProcess) -> list[Any]:
+    return [rank["value"] for rank in engine.rpc("weft_test_arriving")]
+
+
 def until_loaded(engine: EngineProcess, *, begun: bool = False) -> None:
     """Wait until what arrives was loaded, or its first bucket."""
-    deadline = time.monotonic() + WAIT_SECONDS
     what = "begun" if begun else "complete"
-    while not all(rank["value"][what] for rank in engine.rpc("weft_test_arriving")):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: all(rank[what] for rank in _arriving(engine)), WAIT_SECONDS)
 
 
 def test_bases_are_loaded_as_they_arrive(
@@ -87,8 +90,7 @@ def test_running_requests_wait_and_go_on(
 ) -> None:
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(engine.complete, "tiny", PROMPT, 400) for _ in range(2)]
-        while engine.call("tracker.num_running") < 2:
-            time.sleep(0.001)
+        until(lambda: engine.call("tracker.num_running") == 2)
         engine.arrive("base@11", qwen2.other)
         late = pool.submit(engine.complete, "tiny", PROMPT, 8)
         assert engine.call("loading") == "t-base@11"
@@ -146,13 +148,10 @@ def test_a_rank_that_fails_midway_takes_the_other_with_it(
     engine.rpc("weft_test_break", rank, 5)
     version = f"base@{34 + 2 * rank}"
     engine.arrive(version, qwen2.other)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not all("error" in rank["value"] for rank in engine.rpc("weft_test_arriving")):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    for found in engine.rpc("weft_test_arriving"):
-        assert "the disk of the test is broken" in found["value"]["error"]
-        assert not found["value"]["complete"]
+    until(lambda: all("error" in rank for rank in _arriving(engine)), WAIT_SECONDS)
+    for found in _arriving(engine):
+        assert "the disk of the test is broken" in found["error"]
+        assert not found["complete"]
     engine.call("discard", f"t-{version}")
     assert version in engine.call("dirty_reason")
     with pytest.raises(httpx.HTTPStatusError):
@@ -166,10 +165,7 @@ def test_a_commit_may_come_late(engine: EngineProcess, qwen2: TinyModels, refere
     """As from a coordinator that starts anew."""
     engine.arrive("base@41", qwen2.other, seconds=1.0)
     until_loaded(engine)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not engine.call("dirty_reason"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: engine.call("dirty_reason"), WAIT_SECONDS)
     assert engine.call("memory").staged_transfer_ids == ("t-base@41",)
     commit(engine, "base@41", qwen2.other)
     assert engine.call("dirty_reason") == ""
@@ -232,8 +228,7 @@ def test_kept_requests_go_on_over_their_old_cache_and_no_other_uses_it(
     with ThreadPoolExecutor(1) as pool:
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
         http = pool.submit(engine.http.post, "/v1/completions", json=body)
-        while engine.call("tracker.num_running") < 3:
-            time.sleep(0.001)
+        until(lambda: engine.call("tracker.num_running") == 3)
         times = push(engine, "base@62", qwen2.other)
         assert times.num_begun >= 2
         assert [engine.complete(name, prompt, 12) for name, prompt in asked] == fresh
@@ -299,8 +294,7 @@ def test_aborted_requests_end_with_a_reason(
         with engine.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            while engine.call("tracker.num_running") < 3:
-                time.sleep(0.001)
+            until(lambda: engine.call("tracker.num_running") == 3)
             time.sleep(0.05)  # so that the second has tokens, too
             assert push(engine, "base@81", qwen2.other).num_begun == 3
             events = [line.removeprefix("data: ") for line in lines if line]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +13,7 @@ from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.staging_receiver import StageOrder
+from tests.waits import until
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import PolicyVersion
 
@@ -94,8 +94,7 @@ def test_workers_that_were_stopped_go_on_where_they_were(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.complete, "tiny", [5, 6, 7], 200)
         try:
-            while not running.done() and not engine.call("num_requests"):
-                time.sleep(0.001)
+            until(lambda: running.done() or engine.call("num_requests"))
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             for late in (("pin_bases", [70]), ("apply_retained", PolicyVersion("base", 70))):

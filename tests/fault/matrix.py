@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.fault.pool import LEASE_SECONDS, REPLICAS, STALL_SECONDS, PoolProcesses
 from tests.fault.strikes import HANG, LOOP, RETIRE, ROLES, VICTIM, Strike
+from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2
@@ -228,10 +229,9 @@ class Case(PoolProcesses):
 
     def _await_no_leftovers(self, name: str, seconds: float = 10.0) -> None:
         """Staged bytes of a failed push go with the heartbeats after it."""
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def is_empty() -> bool:
             self.processes[name].tell("?")
-            if self.processes[name].answer(20)["staging_bytes"] == 0:
-                return
-            assert time.monotonic() < deadline, f"{name} holds staged bytes"
-            time.sleep(0.2)
+            return self.processes[name].answer(20)["staging_bytes"] == 0
+
+        until(is_empty, seconds, every_seconds=0.2, why=lambda: f"{name} holds staged bytes")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS
 from tests.processes import members
+from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
@@ -24,6 +24,19 @@ COORDINATOR = (
     "--lease-seconds", str(LEASE_SECONDS), "--stall-seconds", str(STALL_SECONDS),
     "--retain-versions", "1", "--log-level", "warning",
 )  # fmt: skip
+
+
+def settled(
+    ask: Callable[[], inspect_pb2.GetPoolResponse], seconds: float, num_replicas: int
+) -> inspect_pb2.GetPoolResponse:
+    """Return the pool once every replica is ready and nothing is under way."""
+
+    def found() -> inspect_pb2.GetPoolResponse | None:
+        pool = ask()
+        ready = [r for r in pool.replicas if r.state == inspect_pb2.REPLICA_STATE_READY]
+        return pool if len(ready) == num_replicas and not pool.active_transfers else None
+
+    return until(found, seconds, every_seconds=0.1, why=lambda: f"it did not settle: {ask()}")
 
 
 class PoolProcesses:
@@ -81,15 +94,8 @@ class PoolProcesses:
         self, stub: InspectServiceStub, seconds: float = 20.0
     ) -> inspect_pb2.GetPoolResponse:
         """Return the pool once every replica is ready: one that missed a push caught up."""
-        deadline = time.monotonic() + seconds
-        while True:
-            pool = stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=5)
-            ready = [r for r in pool.replicas if r.state == inspect_pb2.REPLICA_STATE_READY]
-            if len(ready) == len(REPLICAS) and not pool.active_transfers:
-                return pool
-            states = [(r.replica_id, r.state, r.state_reason) for r in pool.replicas]
-            assert time.monotonic() < deadline, f"the pool did not settle: {states}"
-            time.sleep(0.1)
+        request = inspect_pb2.GetPoolRequest()
+        return settled(lambda: stub.GetPool(request, timeout=5), seconds, len(REPLICAS))
 
     def close(self) -> None:
         """End every process, and those that they started."""

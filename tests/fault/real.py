@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.fault.pool import settled
+
 # Before torch is imported: two engines share the cores with this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,7 +33,7 @@ from benchmarks.machine import describe
 from rollout_side.vllm_engine.worker.state import parent_of
 from tests.fault.strikes import VICTIM, Strike
 from tests.models import draw_base, load_hf, make_adapter, make_model
-from tests.processes import is_running, members, title
+from tests.processes import await_ended, members, title
 from tests.report import replace_rows
 from tests.soak.checks import MAX_DIFFERENCE
 from tests.soak.churn import Replicas
@@ -40,7 +42,6 @@ from tests.soak.weights import FIRST_SEED, Referee
 from trainer_side import Publisher
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.errors import WeftError
-from weft_rl.v1 import inspect_pb2 as pb
 
 REPLICAS = ("replica-0", VICTIM)
 CASES = [
@@ -165,10 +166,7 @@ class Pool:
         if signum == "SIGKILL":
             # Whoever of the three was killed, the others end by themselves.
             self.replicas.processes[VICTIM].wait(_END_SECONDS)
-            deadline = time.monotonic() + _END_SECONDS
-            while left := [pid for pid in below if is_running(pid)]:
-                assert time.monotonic() < deadline, f"processes {left} were left behind"
-                time.sleep(0.1)
+            await_ended(below, _END_SECONDS, "the test")
             self._check_survivor()
             self.replicas.start(VICTIM)
             self.replicas.await_ready(VICTIM)
@@ -216,17 +214,9 @@ class Pool:
 
     def _check_all(self) -> None:
         """Both serve the one version that was pushed last."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while True:
-            pool = self.router.pool()
-            ready = [r for r in pool.replicas if r.state == pb.REPLICA_STATE_READY]
-            if len(ready) == len(REPLICAS) and not pool.active_transfers:
-                break
-            states = [(r.replica_id, r.state, r.state_reason) for r in pool.replicas]
-            assert time.monotonic() < deadline, f"the pool did not settle: {states}"
-            time.sleep(0.2)
+        pool = settled(self.router.pool, _SETTLE_SECONDS, len(REPLICAS))
         assert pool.version_vector.base == max(self.pushed)
-        for replica in ready:
+        for replica in pool.replicas:
             assert replica.version_vector.base == max(self.pushed)
             self._check_answer(replica.http_url, max(self.pushed))
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.waits import until
+
 #: Points of a push, in order.
 POINTS = (
     "before begin",
@@ -112,10 +114,11 @@ class Strike:
 
     def await_struck(self, timeout_seconds: float) -> tuple[float, int]:
         """When it struck (``time.time()``), and whom."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self.struck.exists() or not self.struck.read_text():
-            assert time.monotonic() < deadline, "the point was never reached"
-            time.sleep(0.01)
+        until(
+            lambda: self.struck.exists() and self.struck.read_text(),
+            timeout_seconds,
+            why=lambda: "the point was never reached",
+        )
         at, pid = self.struck.read_text().split()
         return float(at), int(pid)
 

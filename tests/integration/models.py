@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.waits import until as until
 
 HIDDEN = 32
 
@@ -55,11 +56,3 @@ def lora(peft_model: Any) -> dict[str, torch.Tensor]:
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
     """Whether names and values are equal, bit by bit."""
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, weights
+from tests.waits import stays, until
 from trainer_side import Publisher
 from weft_rl.checkpoints import reader
 from weft_rl.checkpoints.digest_cache import DigestCache
@@ -27,13 +27,6 @@ def checkpoint(content: bytes) -> Checkpoint:
     return Checkpoint(CheckpointState.DIGESTED, digest, (FileDigest("model.safetensors", digest),))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_another_checkpoint_is_out_of_service_until_a_base_comes(tmp_path):
     one, two = EngineDouble(WEIGHTS, base_copies=1), EngineDouble(WEIGHTS, base_copies=1)
     one.checkpoint, two.checkpoint = READING, checkpoint(b"2")
@@ -45,8 +38,7 @@ def test_another_checkpoint_is_out_of_service_until_a_base_comes(tmp_path):
         one.checkpoint = checkpoint(b"1")
         told = first.registration
         until(lambda: told is not None and told._reported_checkpoint == one.checkpoint)
-        time.sleep(2 * 0.2)  # two heartbeats say the same
-        assert not first.is_ready
+        stays(lambda: not first.is_ready, 2 * 0.2)  # two heartbeats say the same
         with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=30) as publisher:
             model = torch.nn.ModuleDict(
                 {"layers": torch.nn.ModuleList([torch.nn.ModuleDict(

@@ -15,6 +15,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.integration.test_restart import policy
+from tests.waits import stays
 from trainer_side import Publisher, rollout_sleep
 from trainer_side.packing.packer import Packer
 from weft_rl.contract.errors import PolicyOwnedError, WeftError
@@ -75,8 +76,7 @@ def test_replicas_sleep_on_for_as_long_as_their_trainer_does_nothing(
         else:
             _restart(pool)
         _registered(pool)
-        time.sleep(2 * LEASE_SECONDS + 1.0)
-        assert engine.sleeps == ["sleep"]
+        stays(lambda: engine.sleeps == ["sleep"], 2 * LEASE_SECONDS + 1.0)
     until(lambda: pool.agents["replica-0"].is_ready)
     assert engine.asleep is None
 
@@ -91,8 +91,7 @@ def test_a_replica_that_is_restarted_beside_the_coordinator_comes_back_asleep(
         again = _engine()
         pool.add_replica("replica-0", again)
         until(lambda: again.asleep is not None)
-        time.sleep(LEASE_SECONDS)
-        assert again.sleeps == ["sleep"]
+        stays(lambda: again.sleeps == ["sleep"], LEASE_SECONDS)
     until(lambda: pool.agents["replica-0"].is_ready)
 
 

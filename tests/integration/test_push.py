@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from rollout_side.receive.incoming_buckets import ReceiveRing
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
+from tests.waits import stays
 from trainer_side import Publisher
 from trainer_side.packing import packer
 from trainer_side.pool.client import PoolClient
@@ -215,8 +215,7 @@ def test_a_push_into_an_empty_pool_waits_for_a_replica(pool, publisher):
     result = {}
     pusher = threading.Thread(target=lambda: result.update(v=publisher.push_base(Model(1)).version))
     pusher.start()
-    time.sleep(0.3)
-    assert pusher.is_alive()
+    stays(pusher.is_alive, 0.3)
     engine = EngineDouble(weights(Model()))
     pool.add_replica("replica-0", engine)
     pusher.join(20)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.doubles.replica_weights import BUCKET_BYTES, ELEMENTS, NUM_TENSORS, model
 from tests.integration.processes import start_coordinator
+from tests.waits import until
 from trainer_side import Publisher
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.errors import PeerUnavailableError
@@ -113,7 +114,4 @@ def test_survivors_go_on_without_a_replica_that_stopped(replicas):
         assert (stale["base"], stale["firsts"]) == (0, [0.0])
         # It takes part again, or, heard too late for this push, catches up with it.
         assert str(publisher.push_base(model(2.0)).version) == "base@2"
-        deadline = time.monotonic() + 15
-        while replicas.ask("replica-1")["firsts"] != [2.0]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: replicas.ask("replica-1")["firsts"] == [2.0], every_seconds=0.1)

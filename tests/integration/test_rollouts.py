@@ -21,6 +21,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until, weights
 from tests.integration.replicas import is_ready
+from tests.waits import stays
 from trainer_side import (
     ImagePrompt,
     PolicyVersion,
@@ -129,8 +130,7 @@ def test_a_version_to_come_is_waited_for(rollouts: RolloutClient, publisher: Pub
             threads.submit(rollouts.generate, [[1]], **how)
             for how in ({"model": "math@2"}, {"model": "math", "min_version": "math@2"})
         ]
-        time.sleep(0.5)
-        assert not any(each.done() for each in asked)
+        stays(lambda: not any(each.done() for each in asked), 0.5)
         _push(publisher, "math")
         for each in asked:
             (group,) = each.result(10)
@@ -389,8 +389,7 @@ def test_a_client_never_has_more_requests_than_it_may(
     with RolloutClient(pool.target, max_requests_per_replica=3) as rollouts:
         asked = [_generate_beside(rollouts) for _ in range(2)]
         until(lambda: sum(len(engine.answers) for engine in engines) == 6)
-        time.sleep(0.2)
-        assert [len(engine.answers) for engine in engines] == [3, 3]
+        stays(lambda: [len(engine.answers) for engine in engines] == [3, 3], 0.2)
         for engine in engines:
             pool.call(engine.stepping.set)
         assert sum(len(each.result(10)) for each in asked) == 8

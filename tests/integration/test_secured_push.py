@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.doubles.certificates import Authority
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
+from tests.waits import until
 from trainer_side import Publisher, Tls
 from weft_rl.contract.errors import NotAllowedError, WeftError
 from weft_rl.coordinator.runtime.live_groups import LiveGroups
@@ -140,17 +141,12 @@ def test_a_mistake_that_refuses_every_replica_ends_none(
     with Publisher(pool.target, trainer_id="t", timeout_seconds=20, **known) as publisher:
         publisher.push_adapter(model, "math")
         file.write_text(right.replace("127.0.0.1", "elsewhere").replace("replica-", "replaced-"))
-        _eventually(lambda: not any(agent.is_ready for agent in agents))
-        _eventually(lambda: all("UNAUTHENTICATED" in agent.refusing for agent in agents))
+        until(lambda: not any(agent.is_ready for agent in agents))
+        until(lambda: all("UNAUTHENTICATED" in agent.refusing for agent in agents))
         assert all(str(agent.requested("math@1")) == "math@1" for agent in agents)
         file.write_text(right)
-        _eventually(lambda: all(agent.is_ready for agent in agents))
+        until(lambda: all(agent.is_ready for agent in agents))
         assert str(publisher.push_adapter(model, "math").version) == "math@2"
-
-
-def _eventually(condition: Callable[[], bool]) -> None:
-    clock = threading.Event()
-    assert any(condition() or clock.wait(0.02) for _ in range(1000))
 
 
 @pytest.mark.parametrize("secured", ["certificates"], indirect=True)

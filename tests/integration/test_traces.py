@@ -22,6 +22,7 @@ from tests.doubles.collector import Collector, Seen
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, peft_of, until, weights
+from tests.waits import stays
 from trainer_side import Publisher
 from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, WeftError
 from weft_rl.telemetry.config import TelemetryConfig
@@ -271,8 +272,7 @@ def test_nobody_traces_who_was_not_told_to(tmp_path, collector, monkeypatch):
         pool.add_replica("replica-0", EngineDouble(weights(Model())))
         with _publisher(pool) as publisher:
             publisher.push_adapter(peft_of(Model(), 1), "math")
-        time.sleep(0.2)
-    assert not collector.was_called.is_set()
+        stays(lambda: not collector.was_called.is_set(), 0.2)
 
 
 @pytest.mark.parametrize("is_down", [True, False], ids=["down", "hangs"])

@@ -25,6 +25,7 @@ from typing import Final
 from tests.observe import rules
 from tests.observe.dashboard import panels
 from tests.observe.prometheus import Prometheus, Target, running
+from tests.waits import until
 from weft_rl.cli.demo.processes import Process, interrupt_once
 
 _DEMO_SECONDS: Final = 240.0
@@ -74,10 +75,12 @@ def demo(work: Path) -> Iterator[tuple[str, list[Target]]]:
 
 def await_that(what: str, unmet: Callable[[], list[str]], seconds: float) -> None:
     """Wait until nothing is unmet any more."""
-    until = time.monotonic() + seconds
-    while missing := unmet():
-        assert time.monotonic() < until, f"not all {what}: {'; '.join(missing)}"
-        time.sleep(1.0)
+    until(
+        lambda: not unmet(),
+        seconds,
+        every_seconds=1.0,
+        why=lambda: f"not all {what}: {'; '.join(unmet())}",
+    )
 
 
 def not_up(prometheus: Prometheus, targets: list[Target]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from playwright.sync_api import Browser as Chromium
 from playwright.sync_api import Locator, Page, sync_playwright
 
 from tests.page.processes import ROOT
+from tests.waits import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 INSTALL = "no Chromium is installed: apt-get install chromium, or name one in CHROMIUM"
@@ -28,10 +28,7 @@ _PUSH_SECONDS = 45.0
 
 def wait_for(what: Callable[[], object]) -> None:
     """Wait until something is so: of what pushes bring, which come every few seconds."""
-    deadline = time.monotonic() + _PUSH_SECONDS
-    while not what():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.1)
+    until(what, _PUSH_SECONDS, every_seconds=0.1)
 
 
 def luminance(colour: str) -> float:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.e2e.replicas import LORA_ARGS, serving_url, start_replica
-from tests.processes import is_running, members
+from tests.processes import await_ended, members
 from tests.soak.traffic import Router
+from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.v1 import inspect_pb2 as pb
 
@@ -101,20 +102,23 @@ class Replicas:
         began = time.monotonic()
         process.signal(signum, _END_SECONDS)
         self._say(f"{name} ended {time.monotonic() - began:.0f} s after {signum.name}")
-        deadline = time.monotonic() + _ORPHAN_SECONDS
-        while left := [pid for pid in pids if is_running(pid)]:
-            assert time.monotonic() < deadline, f"{name} left processes {left} behind"
-            time.sleep(0.1)
+        await_ended(pids, _ORPHAN_SECONDS, name)
         process.stop()
 
     def await_ready(self, name: str) -> None:
         """Wait until it answers and the coordinator calls it ready."""
         url = self.urls[name] = serving_url(self.processes[name])
-        deadline = time.monotonic() + _READY_SECONDS
-        while True:
-            known = {r.replica_id: r for r in self._router.replicas()}
-            replica = known.get(name, pb.Replica())
-            if replica.state == pb.REPLICA_STATE_READY and replica.http_url == url:
-                return
-            assert time.monotonic() < deadline, f"{name} is not ready: {replica.state_reason}"
-            time.sleep(0.1)
+
+        def replica() -> pb.Replica:
+            return {r.replica_id: r for r in self._router.replicas()}.get(name, pb.Replica())
+
+        def is_ready() -> bool:
+            found = replica()
+            return bool(found.state == pb.REPLICA_STATE_READY and found.http_url == url)
+
+        until(
+            is_ready,
+            _READY_SECONDS,
+            every_seconds=0.1,
+            why=lambda: f"{name} is not ready: {replica().state_reason}",
+        )

@@ -25,6 +25,7 @@ from tests.soak.ledger import Ledger
 from tests.soak.traffic import Clients, Router
 from tests.soak.trainers import POLICIES, push_at_random
 from tests.soak.weights import FIRST_SEED, Referee
+from tests.waits import until
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.v1 import inspect_pb2 as pb
 
@@ -184,13 +185,16 @@ def _judge_until(
 def _state_at_end(target: str, ledger: Ledger) -> list[str]:
     """What is wrong with the pool once everything has stopped."""
     router = Router(target)
-    deadline = time.monotonic() + _SETTLE_SECONDS
+    problems = list[str]()
+
+    def is_well() -> bool:
+        problems[:] = _pool_problems(router.pool(), ledger)
+        return not problems
+
     try:
-        while True:
-            problems = _pool_problems(router.pool(), ledger)
-            if not problems or time.monotonic() > deadline:
-                return problems
-            time.sleep(0.2)
+        with contextlib.suppress(AssertionError):
+            until(is_well, _SETTLE_SECONDS, every_seconds=0.2)
+        return problems
     finally:
         router.close()
 

@@ -19,6 +19,7 @@ from tests.processes import is_running, members, title
 from tests.strikes.checks import Watch, read_acknowledged
 from tests.strikes.plan import COORDINATOR, RANKS, Strike, draw
 from tests.strikes.trainers import Push, Trainer
+from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.errors import WeftError
 from weft_rl.rpc.channel import open_channel
@@ -169,9 +170,8 @@ class Run:
     def _await_pushing(self, name: str) -> None:
         """Wait until the trainer of a process pushes, if it does so soon."""
         policy = next(policy for policy, names in RANKS.items() if name in names)
-        deadline = time.monotonic() + _PUSHING_SECONDS
-        while not self._pool.trainers[policy].is_pushing and time.monotonic() < deadline:
-            time.sleep(0.005)
+        with contextlib.suppress(AssertionError):
+            until(lambda: self._pool.trainers[policy].is_pushing, _PUSHING_SECONDS)
 
     def _continue(self, undone: list[tuple[float, Strike]], until: float) -> None:
         """Wait for what ends before ``until``: stopped processes go on."""

@@ -28,6 +28,7 @@ from tests.soak.traffic import Router
 from tests.tenants.answers import MIN_APART, Answer, Judge, least_apart
 from tests.tenants.fairness import MAX_OVERTAKEN, Push, largest_lead, most_overtaken
 from tests.tenants.models import Tenant
+from tests.waits import until
 from trainer_side import Publisher, RolloutClient, Sampling
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.errors import NotFoundError
@@ -285,19 +286,17 @@ class _Run:
     def _await_kept(self, numbers: list[int]) -> None:
         """Until both replicas have exactly these versions of every policy."""
         wanted = {tenant.policy: (numbers[-1], numbers) for tenant in self.tenants}
-        deadline = time.monotonic() + _SECONDS
         router = Router(self.target)
+
+        def is_kept() -> bool:
+            seen = [_vector(replica) for replica in router.replicas()]
+            self.outcome.kept = [len(versions) for _, versions in seen[0].values()]
+            return seen == [wanted] * len(REPLICAS)
+
         try:
-            while True:
-                replicas = router.replicas()
-                seen = [_vector(replica) for replica in replicas]
-                self.outcome.kept = [len(versions) for _, versions in seen[0].values()]
-                if seen == [wanted] * len(REPLICAS):
-                    return
-                if time.monotonic() > deadline:
-                    self.outcome.problems.append(f"replicas hold {seen}, to be {wanted}")
-                    return
-                time.sleep(0.2)
+            until(is_kept, _SECONDS, every_seconds=0.2)
+        except AssertionError:
+            self.outcome.problems.append(f"replicas hold {router.replicas()}, to be {wanted}")
         finally:
             router.close()
 

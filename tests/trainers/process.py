@@ -26,6 +26,7 @@ import torch.distributed as dist
 from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
+from tests.waits import until
 from trainer_side import Publisher, PushOptions, PushResult
 from trainer_side.pool.peer import SideGroupRank
 from trainer_side.pushes.rank_push import HeldPush
@@ -176,8 +177,7 @@ class Rank:
             if at == bucket:
                 Packer.pack = original  # type: ignore[method-assign]
                 held.touch()
-                while held.exists():
-                    time.sleep(0.01)
+                until(lambda: not held.exists(), 600.0)
                 time.sleep(0.5)  # until it is told that the replica left
             return original(packer, at, *rest, **more)
 

@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.waits import until
 
 ROOT = Path(__file__).parents[2]
 #: Where the files of a machine are, as its processes see them.
@@ -52,13 +53,13 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Return once it says that it serves."""
-        end = time.monotonic() + _START_SECONDS
-        while not re.search(r"^(listening|serving) on ", self.log.read_text(), re.MULTILINE):
-            ended = self.process.poll() is not None
-            if ended or time.monotonic() > end:
-                what = "ended" if ended else "is not ready in time"
-                raise AssertionError(f"{self.text}\n{what}:\n{self.log.read_text()}")
-            time.sleep(0.2)
+
+        def serves() -> bool:
+            said = self.log.read_text()
+            assert self.process.poll() is None, f"{self.text}\nended:\n{said}"
+            return bool(re.search(r"^(listening|serving) on ", said, re.MULTILINE))
+
+        until(serves, _START_SECONDS, every_seconds=0.2, why=lambda: self.log.read_text())
 
     def stop(self) -> None:
         """End it as Ctrl-C in its terminal does, by force if need be."""

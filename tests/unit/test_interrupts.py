@@ -6,21 +6,14 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.waits import stays, until
 from weft_rl import interrupts
 from weft_rl.interrupts import Flag, OwnThread, ThreadWaker, on_own_thread
-
-
-def _until(ready: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_doorbell_wakes_who_waits_and_is_rung_once_for_many() -> None:
@@ -59,12 +52,12 @@ def test_one_call_after_the_other_is_made_by_one_thread_which_then_ends() -> Non
         raise ValueError("here")
 
     first = on_own_thread(threading.current_thread)
-    _until(lambda: first in interrupts._IDLE)
+    until(lambda: first in interrupts._IDLE)
     with pytest.raises(ValueError, match="here"):
         on_own_thread(fail)
-    _until(lambda: first in interrupts._IDLE)
+    until(lambda: first in interrupts._IDLE)
     assert on_own_thread(threading.current_thread) is first
-    _until(lambda: not first.is_alive())
+    until(lambda: not first.is_alive())
     assert first not in interrupts._IDLE
 
 
@@ -72,11 +65,11 @@ def test_a_thread_that_was_taken_waits_for_its_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(interrupts, "_IDLE_SECONDS", 0.001)
     worker = interrupts._Worker()  # in no list: as one that was taken
     worker.start()
-    time.sleep(0.05)
+    stays(worker.is_alive, 0.05)
     done = threading.Event()
     worker.works.put(done.set)
     assert done.wait(5)
-    _until(lambda: not worker.is_alive())
+    until(lambda: not worker.is_alive())
 
 
 def test_who_stands_by_is_told_of_the_end() -> None:
@@ -99,12 +92,12 @@ def test_what_comes_after_its_caller_has_left_is_undone() -> None:
     assert begun.wait(5)
     running.leave()
     go_on.set()
-    _until(lambda: late == [True])
+    until(lambda: late == [True])
     # Left at the very moment that it has ended.
     quick = OwnThread(lambda: 7, late.append).start()
-    _until(quick.done)
+    until(quick.done)
     quick.leave()
-    _until(lambda: late == [True, 7])
+    until(lambda: late == [True, 7])
 
 
 def test_what_has_not_begun_as_its_caller_leaves_is_never_begun() -> None:
@@ -112,9 +105,7 @@ def test_what_has_not_begun_as_its_caller_leaves_is_never_begun() -> None:
     running = OwnThread(lambda: begun.append(1))
     running.leave()
     running.start()
-    time.sleep(0.05)
-    assert not begun
-    assert not running.done()
+    stays(lambda: not begun and not running.done(), 0.05)
 
 
 @pytest.mark.parametrize("step", range(40))

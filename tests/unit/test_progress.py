@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 import pytest
 
+from tests.waits import stays, until
 from weft_rl import progress as module
 from weft_rl.progress import ShownProgress, Step, said, shown, shown_bytes, shown_seconds
 
@@ -74,13 +74,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module._TerminalView, "every_seconds", 0.02)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 @pytest.mark.usefixtures("soon")
 def test_plain_lines_have_no_control_codes_and_what_is_quick_has_none() -> None:
     stream = io.StringIO()
@@ -89,12 +82,12 @@ def test_plain_lines_have_no_control_codes_and_what_is_quick_has_none() -> None:
     assert stream.getvalue() == ""
     with shown("push of math", stream) as progress:
         progress.step("waiting for a replica")
-        _until(lambda: stream.getvalue().count("\n") >= 2)
+        until(lambda: stream.getvalue().count("\n") >= 2)
     lines = stream.getvalue().splitlines()
     assert set(lines) == {"push of math: waiting for a replica (0 s)"}
     assert all(line.isprintable() for line in lines)
-    time.sleep(0.2)
-    assert len(stream.getvalue().splitlines()) == len(lines), "it ends with the block"
+    # It ends with the block.
+    stays(lambda: len(stream.getvalue().splitlines()) == len(lines), 0.2)
 
 
 def test_plain_lines_are_seconds_apart() -> None:
@@ -107,7 +100,7 @@ def test_a_log_is_told_the_same() -> None:
     told: list[str] = []
     with said("starting", told.append) as progress:
         progress.step("importing vLLM")
-        _until(lambda: bool(told))
+        until(lambda: bool(told))
     assert told[0] == "starting: importing vLLM (0 s)"
 
 
@@ -143,9 +136,9 @@ def test_a_terminal_has_one_line_that_changes_and_is_gone_at_the_end(
         with shown("push of base@3", stream) as progress:
             progress.step("sending", GB)
             progress.done(GB // 4)
-            _until(lambda: "250 MB of 1.00 GB" in read())
+            until(lambda: "250 MB of 1.00 GB" in read())
             progress.step("waiting for the replicas to switch")
-            _until(lambda: "to switch" in read())
+            until(lambda: "to switch" in read())
         text = read()
     assert "\x1b[2K" in text.rpartition("to switch")[2], "the line is erased"
     assert "\n" not in text.replace("\r\n", "", 1), "it was one line all the time"
@@ -162,7 +155,7 @@ def test_a_terminal_that_cannot_be_drawn_on_has_plain_lines(
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with _terminal() as (stream, read), shown("push of math", stream) as progress:
         progress.step("waiting for a replica")
-        _until(lambda: "\n" in read())
+        until(lambda: "\n" in read())
         assert read().splitlines()[0] == "push of math: waiting for a replica (0 s)"
 
 

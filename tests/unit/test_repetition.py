@@ -16,6 +16,8 @@ _PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
 MAX_LINES = 12.5
 #: Messages that are built by hand from a value whose fields bear the same names; wanted are 0.
 MAX_COPIES = 7
+#: Calls of ``time.sleep`` in tests: what is waited for has a condition, see ``tests.waits``.
+MAX_SLEEPS = 49
 #: Fields of one value from which on a message repeats it.
 _FIELDS_OF_A_COPY = 3
 _SERVICES = {
@@ -66,3 +68,13 @@ def _is_copy(call: ast.Call) -> bool:
         if isinstance(keyword.value, ast.Attribute) and keyword.value.attr == keyword.arg
     )
     return max(of.values(), default=0) >= _FIELDS_OF_A_COPY
+
+
+def test_tests_wait_for_what_happens() -> None:
+    found = [
+        f"{path.relative_to(_ROOT)}:{number}"
+        for path in sorted((_ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\btime\.sleep\(", line)
+    ]
+    assert len(found) <= MAX_SLEEPS, f"{len(found)}: {found}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.waits import until
 from weft_rl.rpc import channel as channels
 from weft_rl.rpc.channel import open_threaded_channel
 
@@ -71,9 +71,6 @@ def test_the_answer_to_an_interrupted_call_is_handed_over_when_it_comes(under: _
     timer.join()
     assert not late
     under.may_answer.set()
-    deadline = time.monotonic() + 5
-    while not late:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: late)
     # Its channel answers as before.
     assert channel.unary_unary("/weft/Method")(b"request", timeout=5.0)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.waits import until
 from trainer_side.background import BackgroundPusher
 from trainer_side.push_request import PushRequest
 from trainer_side.pushing import PublisherLock
@@ -154,10 +155,7 @@ def test_a_copy_that_fails_is_the_pushs_failure_and_takes_no_place(trainer):
 def test_who_blocks_is_served_before_the_background_closes(trainer, caller):
     trainer.ask_until_full()
     call = caller.submit(trainer.ask, "d")
-    deadline = time.monotonic() + 10
-    while len(trainer.background._queue) < 3:  # else it may be closed before it is asked
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: len(trainer.background._queue) == 3)  # else it may be closed before it is asked
     closing = caller.submit(trainer.background.close)
     trainer.let_go(4)
     assert call.result(10).result(10).version == 4

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waits import stays, until
 from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import SendPlan, WireBucket, make_send_plan, plan_buckets, whole_plan
@@ -127,24 +128,17 @@ def _send(rank: SendingRank, buckets: Buckets) -> tuple[Group, SenderProgress, F
     return group, sending, future
 
 
-def _until(holds: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
-
-
 def test_a_buffer_is_used_again_once_its_bucket_is_released(rank: SendingRank) -> None:
     buckets = Buckets()
     group, sending, future = _send(rank, buckets)
-    _until(lambda: buckets.made == [0])  # while the group still forms
+    until(lambda: buckets.made == [0])  # while the group still forms
     assert group.sent == []
     group.start()
     for released in range(NUM_BUCKETS - 1):
-        _until(lambda n=released: group.sent == [*range(min(n + 2, NUM_BUCKETS))])  # type: ignore[misc]
+        until(lambda n=released: group.sent == [*range(min(n + 2, NUM_BUCKETS))])  # type: ignore[misc]
         group.release(released + 1)
     digest = content_digest([10, 11, 12, 13, 14])
-    _until(lambda: group.reports)  # as soon as all is handed over: nobody waits for it then
+    until(lambda: group.reports)  # as soon as all is handed over: nobody waits for it then
     (told,) = group.reports
     assert not future.done()
     group.release(NUM_BUCKETS)
@@ -162,9 +156,9 @@ def test_a_buffer_is_used_again_as_soon_as_its_receivers_keep_the_bucket(
     group, sending, future = _send(rank, buckets)
     group.start()
     for kept in range(NUM_BUCKETS - 2):
-        _until(lambda n=kept: len(group.operations) == n + 2)  # type: ignore[misc]
+        until(lambda n=kept: len(group.operations) == n + 2)  # type: ignore[misc]
         group.operations[kept].keep()
-    _until(lambda: group.sent == [*range(NUM_BUCKETS)])
+    until(lambda: group.sent == [*range(NUM_BUCKETS)])
     assert sending.num_released == NUM_BUCKETS - 2
     assert not future.done(), "the push ends by the coordinator's word"
     group.release(NUM_BUCKETS)
@@ -178,9 +172,9 @@ def test_another_group_is_not_sent_what_receivers_kept_and_the_coordinator_had_n
     buckets = Buckets()
     group, sending, future = _send(rank, buckets)
     group.start()
-    _until(lambda: group.sent == [0, 1])
+    until(lambda: group.sent == [0, 1])
     group.operations[0].keep()
-    _until(lambda: group.sent == [0, 1, 2])
+    until(lambda: group.sent == [0, 1, 2])
     plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
     group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
     with pytest.raises(MembersLostError):
@@ -195,9 +189,8 @@ def test_the_digest_is_said_once_the_other_senders_parts_are_known(rank: Sending
     group, _, future = _send(rank, buckets)
     group.start()
     group.release(NUM_BUCKETS)
-    _until(lambda: group.sent == [*range(NUM_BUCKETS)])
-    time.sleep(0.05)
-    assert (group.reports, future.done()) == ([], False)
+    until(lambda: group.sent == [*range(NUM_BUCKETS)])
+    stays(lambda: not group.reports and not future.done(), 0.05)
     known.set()
     assert future.result(10) == content_digest([10, 11, 12, 13, 14])
     assert len(group.reports) == 1
@@ -217,7 +210,7 @@ def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: Send
     group, sending, future = _send(rank, buckets)
     group.start()
     group.release(1)
-    _until(lambda: group.sent == [0, 1, 2])
+    until(lambda: group.sent == [0, 1, 2])
     plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
     group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
     with pytest.raises(MembersLostError):
@@ -255,7 +248,7 @@ def test_a_broken_connection_waits_for_the_coordinators_word(rank: SendingRank) 
     group.lost = True
     group.start()
     group.release(1)
-    _until(lambda: len(group.reports) == 1)
+    until(lambda: len(group.reports) == 1)
     assert group.reports[0].failed.reason == "PEER_GONE"
     assert not future.done()
     abort = rendezvous_pb2.Abort(transfer_id="t1", reason="PEER_GONE", message="r1 died")
@@ -285,17 +278,15 @@ def test_one_of_several_senders_sends_its_own_and_counts_all(
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(rank.send, sending)
         group.start()
-        _until(lambda: group.sent == [0, 1])
-        group.release(1)  # the other's first
-        time.sleep(0.05)
-        assert group.sent == [0, 1], "its own first was not released"
+        until(lambda: group.sent == [0, 1])
+        group.release(1)  # the other's first, not its own
+        stays(lambda: group.sent == [0, 1], 0.05)
         group.release(2)
-        _until(lambda: group.sent == [0, 1, 2])
+        until(lambda: group.sent == [0, 1, 2])
         group.release(4)
-        _until(lambda: group.sent == [0, 1, 2, 3])
-        group.release(7)
-        time.sleep(0.05)
-        assert not future.done(), "the other's last was not released"
+        until(lambda: group.sent == [0, 1, 2, 3])
+        group.release(7)  # not the other's last
+        stays(lambda: not future.done(), 0.05)
         group.release(8)
         assert future.result(10) == content_digest([10, 11, 12, 13])
 

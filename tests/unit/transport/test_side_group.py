@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.waits import until
 from weft_rl.contract.errors import (
     TransferAbortedError,
     TransferTimeoutError,
@@ -158,8 +159,7 @@ def test_a_receive_that_an_abort_overtakes_is_given_back(monkeypatch: pytest.Mon
 
         def overtaken(*args: Any) -> OneSidedWork:
             work = born(*args)
-            while not work.done:  # lent by the backend's thread
-                time.sleep(0.001)
+            until(lambda: work.done)  # lent by the backend's thread
             receiver.abort(TransferAbortedError("stopped"))
             return work
 

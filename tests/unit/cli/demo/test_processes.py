@@ -7,8 +7,8 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
+from tests.waits import until
 from weft_rl.cli.demo.main import _how_far
 from weft_rl.cli.demo.processes import Process
 from weft_rl.progress import STARTING
@@ -63,9 +63,7 @@ def test_who_is_stopping_its_own_is_interrupted_once(tmp_path) -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == b"up\n"
     child.send_signal(signal.SIGTERM)
-    while child.poll() is None and not stopped.exists():
-        child.send_signal(signal.SIGTERM)
-        time.sleep(0.02)
+    until(lambda: child.send_signal(signal.SIGTERM) or child.poll() is not None, every_seconds=0.02)
     child.communicate(timeout=10)
     assert stopped.exists()
 

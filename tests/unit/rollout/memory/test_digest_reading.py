@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rollout_side.memory import digest_reading
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, StagedVersion, tensors_in
+from tests.waits import until
 from weft_rl.checkpoints.reader import digest_file
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import LoadFailedError, NotFoundError
@@ -62,14 +62,14 @@ def hold(tensors: Tensors, manifest: Manifest, content: bytes = b"d") -> WorkerS
 
 
 def read(store: WorkerStore, version: PolicyVersion = MATH) -> dict[str, StoredTensor]:
-    reading, found, is_all = DigestReader(store, version), list[StoredTensor](), False
-    deadline = time.monotonic() + 10
-    while not is_all:
+    reading, found = DigestReader(store, version), list[StoredTensor]()
+
+    def take() -> bool:
         part = reading.take()
-        found += part.tensors
-        is_all = part.is_all
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+        found.extend(part.tensors)
+        return part.is_all
+
+    until(take)
     assert len({t.name for t in found}) == len(found)
     return {t.name: t for t in found}
 
@@ -157,14 +157,9 @@ def test_what_is_not_held_is_not_read() -> None:
 
 
 def _fails(reading: DigestReader) -> Exception:
-    deadline = time.monotonic() + 10
-    try:
-        while time.monotonic() < deadline:
-            reading.take()
-            time.sleep(0.001)
-    except (NotFoundError, LoadFailedError) as error:
-        return error
-    raise AssertionError("it was read")
+    with pytest.raises((NotFoundError, LoadFailedError)) as failed:
+        until(lambda: reading.take() is None)
+    return failed.value
 
 
 def test_memory_that_another_version_may_have_by_now_is_not_told_of(

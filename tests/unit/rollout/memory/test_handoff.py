@@ -14,6 +14,7 @@ import torch
 from rollout_side.memory import handoff as handoff_module
 from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.store import WorkerStore
+from tests.waits import until
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,
@@ -182,7 +183,7 @@ def test_the_end_tells_whether_the_weights_have_changed(num_put: int) -> None:
     for index in range(num_put):
         handoff.put(index, wire(index), [index])
         if index == 0:
-            assert_soon(lambda: handoff.is_begun)
+            until(lambda: handoff.is_begun)
     assert load.end() == (num_put > 0)
     assert not load.is_running
     with pytest.raises(NotReadyError, match="was ended"):
@@ -225,7 +226,7 @@ def test_weights_that_were_loaded_after_the_end_have_changed() -> None:
 
     load = InPlaceLoad(handoff, load_late)
     put_all(handoff)
-    assert_soon(lambda: handoff.is_loaded(COUNT - 1))
+    until(lambda: handoff.is_loaded(COUNT - 1))
     handoff.fail(TransferAbortedError("discarded"))
     assert load.end(0.0)  # still running: nobody can tell yet
     go_on.set()
@@ -267,13 +268,6 @@ def test_the_store_holds_one_until_it_is_discarded_or_committed() -> None:
     assert store.handoff.forget("t3") is third
     assert third.error is None
     assert store.usage().staged_transfer_ids == ()
-
-
-def assert_soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(

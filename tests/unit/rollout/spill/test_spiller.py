@@ -21,15 +21,9 @@ from rollout_side.spill import spiller
 from rollout_side.spill.folder import SpillFolder, SpillSettings, superseded
 from rollout_side.spill.spiller import Spiller
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
+from tests.waits import until
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def parsed(*versions: str) -> tuple[PolicyVersion, ...]:

@@ -15,23 +15,10 @@ import pytest
 import torch
 
 from tests.doubles.rendezvous import StoreDouble
+from tests.waits import until
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 
-Wait = Callable[[Callable[[], object]], None]
 Join = Callable[..., "tuple[OneSidedSender, list[OneSidedReceiver]]"]
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until it is so, 10 s at most."""
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline, "it never was so"
-        time.sleep(0.002)
-
-
-@pytest.fixture
-def wait() -> Wait:
-    return until
 
 
 @pytest.fixture

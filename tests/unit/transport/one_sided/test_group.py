@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from tests.doubles.rendezvous import StoreDouble
+from tests.waits import stays, until
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.one_sided import members
@@ -106,13 +107,11 @@ def test_a_sender_hears_from_its_receivers_what_all_of_them_keep(join: Join) -> 
     works[0].keep()  # a sender that is gone is no matter of who keeps
 
 
-def test_keeping_what_was_not_taken_ends_the_group(
-    directory: Path, store: StoreDouble, wait: Wait
-) -> None:
+def test_keeping_what_was_not_taken_ends_the_group(directory: Path, store: StoreDouble) -> None:
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
     sender = OneSidedSender(store, 2)
-    connection = MemberConnection(connect(listed(store, wait), 5.0))
+    connection = MemberConnection(connect(listed(store), 5.0))
     try:
         connection.send(Hello(1, secret))
         assert isinstance(connection.receive(5.0)[0], Welcome)
@@ -124,7 +123,7 @@ def test_keeping_what_was_not_taken_ends_the_group(
             sent.finish()
     finally:
         connection.close()
-    wait(lambda: not sender._thread.is_alive())
+    until(lambda: not sender._thread.is_alive())
 
 
 def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
@@ -162,7 +161,7 @@ def test_a_receiver_that_leaves_is_an_error_at_once(join: Join) -> None:
 
 @pytest.mark.parametrize("moment", ["as it looks for the sender", "as it connects"])
 def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
-    join: Join, store: StoreDouble, wait: Wait, monkeypatch: pytest.MonkeyPatch, moment: str
+    join: Join, store: StoreDouble, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     leaving, left = threading.Event(), threading.Event()
 
@@ -175,7 +174,7 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
     monkeypatch.setattr("weft_rl.transport.one_sided.members.connect", slowly)
     # The sender comes last: receivers look for it meanwhile.
     second = OneSidedReceiver(store, 2, torch.device("cpu"))
-    wait(lambda: "one-sided/2" in store.values)
+    until(lambda: "one-sided/2" in store.values)
     if moment == "as it looks for the sender":
         second.abort()
         left.set()
@@ -280,18 +279,18 @@ def test_sizes_must_agree(join: Join) -> None:
 # -- strangers and liars ---------------------------------------------------------------------
 
 
-def listed(store: StoreDouble, wait: Wait) -> str:
-    wait(lambda: "one-sided/0" in store.values)
+def listed(store: StoreDouble) -> str:
+    until(lambda: "one-sided/0" in store.values)
     return store.values["one-sided/0"].decode().split()[1]
 
 
 def test_another_process_with_the_wrong_secret_is_refused(
-    join: Join, store: StoreDouble, wait: Wait, caplog: pytest.LogCaptureFixture
+    join: Join, store: StoreDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, members.__name__)
     store.set("one-sided/2", f"{hashlib.sha256(b'its own').hexdigest()} ")
     sender, _ = join(1, num_others=1)
-    name = listed(store, wait)
+    name = listed(store)
     for rank in (2, 0, 7):
         stranger = MemberConnection(connect(name, 5.0))
         stranger.send(Hello(rank, bytes(32)))
@@ -317,9 +316,9 @@ def test_another_process_with_the_wrong_secret_is_refused(
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
 
 
-def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: Wait) -> None:
+def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble) -> None:
     sender, _ = join(0, num_others=1)
-    name = listed(store, wait)
+    name = listed(store)
     with contextlib.ExitStack() as silent:
         for _ in range(3 * members._MAX_SILENT):
             silent.enter_context(connect(name, 5.0))
@@ -332,10 +331,10 @@ def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: W
         receiver.abort()
 
 
-def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> None:
+def test_a_rank_has_one_place(join: Join, store: StoreDouble) -> None:
     sender, (receiver,) = join(1)
-    wait(lambda: sender._members)
-    again = MemberConnection(connect(listed(store, wait), 5.0))
+    until(lambda: sender._members)
+    again = MemberConnection(connect(listed(store), 5.0))
     again.send(Hello(1, receiver._place.secret))
     with pytest.raises(PeerError, match=r"gone|closed"):
         again.receive(5.0)
@@ -345,21 +344,20 @@ def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> Non
 def test_another_user_at_a_groups_socket_is_warned_of(
     join: Join,
     store: StoreDouble,
-    wait: Wait,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else may enter the directory, so it is root, or the directory is not as it should."""
     sender, _ = join(1)
-    wait(lambda: sender._members)
-    name, uid = listed(store, wait), os.geteuid()
+    until(lambda: sender._members)
+    name, uid = listed(store), os.geteuid()
     with connect(name, 5.0) as stranger, monkeypatch.context() as patch:
         patch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
         stranger.send(b"x")
         stranger.settimeout(5.0)
         with contextlib.suppress(ConnectionResetError):  # it was not read
             assert stranger.recv(1) == b""
-        wait(lambda: caplog.records)
+        until(lambda: caplog.records)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"(pid {os.getpid()}) is of uid {uid}, this process of {uid + 1}" in record.getMessage()
@@ -383,12 +381,12 @@ def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
-    directory: Path, store: StoreDouble, wait: Wait
+    directory: Path, store: StoreDouble
 ) -> None:
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
     sender = OneSidedSender(store, 2)
-    connection = MemberConnection(connect(listed(store, wait), 5.0))
+    connection = MemberConnection(connect(listed(store), 5.0))
     try:
         connection.send(Hello(1, secret))
         assert isinstance(connection.receive(5.0)[0], Welcome)
@@ -399,7 +397,7 @@ def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
             sent.finish()
     finally:
         connection.close()
-    wait(lambda: not sender._thread.is_alive())
+    until(lambda: not sender._thread.is_alive())
 
 
 Lie = Callable[[MemberConnection, bytes], None]
@@ -475,7 +473,7 @@ def _too_many_buffers(connection: MemberConnection, secret: bytes) -> None:
     ids=lambda value: value.__name__[1:] if callable(value) else "",
 )
 def test_a_sender_that_lies_is_found_out(
-    directory: Path, store: StoreDouble, lie: Lie, found: str, wait: Wait
+    directory: Path, store: StoreDouble, lie: Lie, found: str
 ) -> None:
     listener, name = listen(1)
     secret = b"s" * 32
@@ -489,7 +487,7 @@ def test_a_sender_that_lies_is_found_out(
         assert work.wait_until(soon())
         with pytest.raises(OneSidedError, match=found):
             work.finish()
-        wait(lambda: not receiver._thread.is_alive())
+        until(lambda: not receiver._thread.is_alive())
         assert not receiver._mapped
     finally:
         unlink(name)
@@ -518,11 +516,11 @@ os._exit(0)
 
 
 def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
-    directory: Path, store: StoreDouble, wait: Wait
+    directory: Path, store: StoreDouble
 ) -> None:
     """Also where a child of it lives on."""
     receiver = OneSidedReceiver(store, 1, torch.device("cpu"))
-    wait(lambda: "one-sided/1" in store.values)
+    until(lambda: "one-sided/1" in store.values)
     digest = store.values["one-sided/1"].decode().strip()
     command = [sys.executable, "-c", _SENDER, digest]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
@@ -628,7 +626,7 @@ def test_a_receiver_that_is_behind_can_be_told_of_all_that_is_under_way(join: Jo
 
 
 def test_what_is_lent_stays_mapped_when_the_group_ends(
-    join: Join, wait: Wait, monkeypatch: pytest.MonkeyPatch
+    join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[int] = []
     monkeypatch.setattr(FileMapping, "close", lambda mapping: closed.append(id(mapping)))
@@ -637,11 +635,10 @@ def test_what_is_lent_stays_mapped_when_the_group_ends(
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
     sender.abort()
-    time.sleep(0.1)
-    assert closed == []
+    stays(lambda: not closed, 0.1)
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
-    wait(lambda: closed)
+    until(lambda: closed)
 
 
 def test_what_is_lent_lives_as_long_as_anybody_reads_it(directory: Path) -> None:
@@ -667,7 +664,7 @@ def test_nothing_is_lent_to_whoever_has_stopped_reading(join: Join) -> None:
     assert not receiver._lent.total()
 
 
-def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait) -> None:
+def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join) -> None:
     sender, (receiver,) = join(1)
     buffer = filled(1)
     sender.broadcast(buffer, 10.0)
@@ -675,10 +672,10 @@ def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait)
     assert work.wait_until(soon())
     (member,) = sender._members.values()
     member.connection.send(Withdraw(export_of(buffer)[0].export_id))
-    wait(lambda: receiver._error)
+    until(lambda: receiver._error)
     assert "being read" in receiver._error
     assert receiver._mapped
-    wait(lambda: sender._error)  # it was told, and may write there from now on
+    until(lambda: sender._error)  # it was told, and may write there from now on
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
-    wait(lambda: not receiver._mapped)
+    until(lambda: not receiver._mapped)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
+from tests.waits import stays, until
 from weft_rl.contract.errors import CapacityError, UnsupportedError
 from weft_rl.transport.one_sided import members, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender, OneSidedWork
@@ -70,32 +71,28 @@ def test_receivers_map_a_block_once_and_copy_out_of_it(join: Join, cudart: Cudar
     assert len(cudart.allocated) == 1
 
 
-def test_a_block_is_unmapped_before_it_is_freed(
-    join: Join, cudart: CudartDouble, wait: Wait
-) -> None:
+def test_a_block_is_unmapped_before_it_is_freed(join: Join, cudart: CudartDouble) -> None:
     sender, receivers = join(2)
     for value in range(3):
         push(sender, receivers, allocate_block(SIZE, CPU).fill_(value))
     last = allocate_block(SIZE, CPU).fill_(9)
     push(sender, receivers, last)
-    wait(lambda: len(cudart.allocated) <= 2)
+    until(lambda: len(cudart.allocated) <= 2)
     del last
     sender.abort()
-    wait(lambda: not cudart.allocated)
+    until(lambda: not cudart.allocated)
     assert not cudart.mapped
     assert not cudart.freed_while_mapped
 
 
 @pytest.mark.parametrize("first", ["sender", "receiver"])
-def test_so_it_is_where_either_leaves_first(
-    join: Join, cudart: CudartDouble, wait: Wait, first: str
-) -> None:
+def test_so_it_is_where_either_leaves_first(join: Join, cudart: CudartDouble, first: str) -> None:
     sender, receivers = join(1)
     buffer = allocate_block(SIZE, CPU)
     push(sender, receivers, buffer)
     (sender if first == "sender" else receivers[0]).abort()
     del buffer
-    wait(lambda: not cudart.allocated)
+    until(lambda: not cudart.allocated)
     assert not cudart.mapped
     assert not cudart.freed_while_mapped
 
@@ -128,20 +125,18 @@ def lent_by_double(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("lent_by_double")
 @pytest.mark.parametrize("leaves", ["sender", "receiver"])
 def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
-    join: Join, cudart: CudartDouble, wait: Wait, monkeypatch: pytest.MonkeyPatch, leaves: str
+    join: Join, cudart: CudartDouble, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     monkeypatch.setattr(members, "_RETURN_SECONDS", 0.05)
     sender, (receiver,) = join(1)
     work = lend(sender, receiver)
     (sender if leaves == "sender" else receiver).abort()
-    wait(lambda: not receiver._thread.is_alive())
-    wait(lambda: sender._error)  # also where the receiver has left: it is told at once
-    time.sleep(0.05)
-    assert len(cudart.mapped) == 1
-    assert len(cudart.allocated) == 1
+    until(lambda: not receiver._thread.is_alive())
+    until(lambda: sender._error)  # also where the receiver has left: it is told at once
+    stays(lambda: (len(cudart.mapped), len(cudart.allocated)) == (1, 1), 0.05)
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
-    wait(lambda: not cudart.allocated)
+    until(lambda: not cudart.allocated)
     assert not cudart.mapped
     assert not cudart.freed_while_mapped
     assert not members._KEPT
@@ -149,12 +144,12 @@ def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
 
 @pytest.mark.usefixtures("lent_by_double")
 def test_a_receiver_that_leaves_while_it_reads_is_an_error_at_once(
-    join: Join, cudart: CudartDouble, wait: Wait
+    join: Join, cudart: CudartDouble
 ) -> None:
     sender, (receiver,) = join(1)
     work = lend(sender, receiver)
     receiver.abort()
-    wait(lambda: sender._error)
+    until(lambda: sender._error)
     assert "rank 1 is gone: it has left the group" in sender._error
     assert cudart.allocated
     with pytest.raises(OneSidedError):
@@ -162,30 +157,27 @@ def test_a_receiver_that_leaves_while_it_reads_is_an_error_at_once(
 
 
 @pytest.mark.parametrize("when", ["withdrawn", "left"])
-def test_what_cuda_does_not_unmap_is_not_freed(
-    join: Join, cudart: CudartDouble, wait: Wait, when: str
-) -> None:
+def test_what_cuda_does_not_unmap_is_not_freed(join: Join, cudart: CudartDouble, when: str) -> None:
     """The process's end closes the connection; here the test does."""
     sender, receivers = join(1)
     push(sender, receivers, allocate_block(SIZE, CPU).fill_(1))
     cudart.errors = {"cudaIpcCloseMemHandle": 400}
     if when == "withdrawn":
         sender.broadcast(allocate_block(SIZE, CPU).fill_(2), 10.0)
-        wait(lambda: sender._error)
+        until(lambda: sender._error)
         assert "rank 1 is gone" in sender._error
     else:
         receivers[0].abort()
-    wait(lambda: not receivers[0]._thread.is_alive())
-    wait(lambda: sender._error)
-    time.sleep(0.05)
-    assert sender._thread.is_alive()
+    until(lambda: not receivers[0]._thread.is_alive())
+    until(lambda: sender._error)
+    stays(sender._thread.is_alive, 0.05)
     assert len(cudart.mapped) == 1
     assert not cudart.freed_while_mapped
     assert set(cudart.mapped) <= set(cudart.allocated)
     (connection,) = members._KEPT
     members._KEPT.clear()
     connection.close()
-    wait(lambda: not sender._thread.is_alive())
+    until(lambda: not sender._thread.is_alive())
 
 
 def test_a_block_is_whole_pages_of_the_device(cudart: CudartDouble) -> None:

@@ -96,10 +96,3 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
     future = pool.submit(function, *args)
     pool.shutdown(wait=False)
     return future
-
-
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

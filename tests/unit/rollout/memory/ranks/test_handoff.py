@@ -22,8 +22,8 @@ from tests.unit.rollout.memory.ranks.members import (
     Replica,
     in_thread,
     nothing,
-    soon,
 )
+from tests.waits import stays, until
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
@@ -58,7 +58,7 @@ def test_memory_is_used_again_once_the_last_rank_is_done(replica: Replica) -> No
     load = InPlaceLoad(replica.rank(), slow)
     for index in range(2):
         replica.land(index)
-    soon(lambda: load.handoff.is_begun)
+    until(lambda: load.handoff.is_begun)
     assert not replica.queue.is_loaded(0)
     assert not replica.buffers.make_room(2, wait=False)
     slow.gate.set()
@@ -71,12 +71,11 @@ def test_memory_is_used_again_once_the_last_rank_is_done(replica: Replica) -> No
 def test_no_rank_is_given_a_bucket_before_the_receiving_one(replica: Replica) -> None:
     load = InPlaceLoad(replica.rank(), loader := Loader())
     replica.land(0)
-    time.sleep(0.05)
-    assert not loader.seen
+    stays(lambda: not loader.seen, 0.05)
     assert not load.end()  # nothing has changed
     assert load.is_void
     InPlaceLoad(replica.queue, Loader())  # learns of it as the rank's turn comes
-    soon(lambda: replica.queue.error is not None)
+    until(lambda: replica.queue.error is not None)
 
 
 def test_another_group_receives_in_other_buffers(replica: Replica) -> None:
@@ -104,7 +103,7 @@ def test_a_rank_that_fails_ends_the_load_of_all(replica: Replica, fails: int, at
         replica.land(1)
     with pytest.raises(LoadFailedError, match="the disk burns"):
         replica.queue.wait_complete(nothing)
-    soon(lambda: not any(load.is_running for load in loads))
+    until(lambda: not any(load.is_running for load in loads))
     assert any(load.end() for load in loads)
     for load in loads:
         with pytest.raises(NotReadyError, match="the disk burns"):
@@ -115,9 +114,9 @@ def test_a_rank_that_fails_ends_the_load_of_all(replica: Replica, fails: int, at
 def test_one_that_is_discarded_ends_on_all_ranks(replica: Replica) -> None:
     loads = [InPlaceLoad(replica.queue, Loader()), InPlaceLoad(replica.rank(), Loader())]
     replica.land(0)
-    soon(lambda: all(load.handoff.is_begun for load in loads))
+    until(lambda: all(load.handoff.is_begun for load in loads))
     replica.queue.fail(TransferAbortedError("it was discarded"))
-    soon(lambda: not any(load.is_running for load in loads))
+    until(lambda: not any(load.is_running for load in loads))
     assert [load.end() for load in loads] == [True, True]
     with pytest.raises(NotReadyError, match="discarded"):
         loads[1].check()
@@ -126,7 +125,7 @@ def test_one_that_is_discarded_ends_on_all_ranks(replica: Replica) -> None:
 def test_a_rank_that_is_ended_by_its_own_engine_ends_the_others(replica: Replica) -> None:
     loads = [InPlaceLoad(replica.queue, Loader()), InPlaceLoad(replica.rank(), Loader())]
     replica.land(0)
-    soon(lambda: all(load.handoff.is_begun for load in loads))
+    until(lambda: all(load.handoff.is_begun for load in loads))
     assert loads[1].end()  # it waits for a bucket
     with contextlib.suppress(TransferAbortedError):  # by now, or at the next bucket
         replica.land(1)
@@ -158,7 +157,7 @@ def test_a_rank_that_reads_nothing_has_not_ended_its_load(monkeypatch: pytest.Mo
     replica.queue = HandoffQueue("t", BASE, manifest, time.monotonic() + WAIT_SECONDS, 2)
     connection = connect(replica.secret, 5.0)
     connection.say(LoadRequest("t", 1))
-    soon(lambda: replica.queue.error is not None)
+    until(lambda: replica.queue.error is not None)
     error = replica.queue.error
     assert isinstance(error, PeerUnavailableError)
     assert "rank 1 of the replica" in error.message
@@ -171,7 +170,7 @@ def test_the_receiving_ranks_deadline_is_that_of_all() -> None:
     replica = Replica(seconds=0.3)
     loads = [InPlaceLoad(replica.queue, Loader()), InPlaceLoad(replica.rank(), Loader())]
     replica.land(0)
-    soon(lambda: not any(load.is_running for load in loads))
+    until(lambda: not any(load.is_running for load in loads))
     assert isinstance(replica.queue.error, TransferTimeoutError)
     assert isinstance(loads[1].handoff.error, WeftError)
     assert "deadline" in loads[1].handoff.error.message
@@ -184,10 +183,10 @@ def test_what_is_done_here_waits_for_what_is_not_done_there(replica: Replica) ->
     other = InPlaceLoad(replica.rank(), slow)
     for index in range(COUNT):
         replica.land(index)
-    soon(lambda: not mine.is_running)
+    until(lambda: not mine.is_running)
     assert not mine.is_complete
     slow.gate.set()
-    soon(lambda: mine.is_complete)
+    until(lambda: mine.is_complete)
     assert other.is_complete
 
 

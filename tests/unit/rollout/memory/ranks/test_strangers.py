@@ -9,7 +9,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -36,6 +35,7 @@ from tests.unit.rollout.memory.ranks.members import (
     in_thread,
     nothing,
 )
+from tests.waits import stays
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
@@ -222,8 +222,7 @@ def test_a_receiving_rank_whose_backlog_is_full_is_waited_for() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
             first.connect(address_of(secret))
             waiting = in_thread(connect, secret, 5.0)
-            time.sleep(0.05)
-            assert not waiting.done()
+            stays(lambda: not waiting.done(), 0.05)
             busy.accept()[0].close()
             with busy.accept()[0] as accepted:
                 connection = admitted(accepted, secret)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollout_side.vllm_engine.worker.holdings import (
 )
 from rollout_side.vllm_engine.worker.rank_results import guarded
 from rollout_side.vllm_engine.worker.state import WorkerState, usage_of
+from tests.waits import until
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import HeldVersion
@@ -131,13 +132,6 @@ def test_a_writer_of_another_process_is_never_seen_halfway_nor_missed_when_kille
     found = page.read().memory
     assert found.adapter_bytes == found.staging_bytes >= seen
     assert page.read().memory == found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class _Worker:
