@@ -116,7 +116,7 @@ class _View(Protocol):
         """Remove what is not to stay; called once, after the last ``draw``."""
 
 
-class _LineView:
+class LineView:
     """Plain lines to a function."""
 
     first_seconds, every_seconds = _FIRST_LINE_SECONDS, _LINE_SECONDS
@@ -131,7 +131,7 @@ class _LineView:
         pass
 
 
-class _TerminalView:
+class TerminalView:
     """Last line of a terminal, drawn by rich; gone at the end."""
 
     first_seconds = every_seconds = _DRAW_SECONDS
@@ -181,21 +181,21 @@ def _view_on(stream: TextIO | None) -> _View:
     """Return the way to show progress on a stream; there is none where a program has no standard
     error, or has put an object of its own in its place that can only be written to."""
     if stream is None:
-        return _LineView(lambda text: None)
+        return LineView(lambda text: None)
     try:
         is_terminal = stream.isatty()
     except Exception:  # noqa: BLE001 (closed, or an object without that method)
         is_terminal = False
     can_draw = is_terminal and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     if can_draw and importlib.util.find_spec("rich") is not None:
-        return _TerminalView(stream)
-    return _LineView(lambda text: print(text, file=stream, flush=True))
+        return TerminalView(stream)
+    return LineView(lambda text: print(text, file=stream, flush=True))
 
 
 @contextlib.contextmanager
 def said(title: str, say: Callable[[str], None]) -> Iterator[ShownProgress]:
     """Say, as ``shown`` does where there is no terminal, how far it is; for logs."""
-    with _drawn(ShownProgress(title), _LineView(say)) as progress:
+    with _drawn(ShownProgress(title), LineView(say)) as progress:
         yield progress
 
 

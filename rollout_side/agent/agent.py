@@ -286,7 +286,8 @@ class Agent:
             work=self._work(),
         )
 
-    def _holdings(self) -> HeldVersions:
+    def holdings(self) -> HeldVersions:
+        """Return what a heartbeat tells."""
         return HeldVersions(
             self.report(),
             self.serving.memory.staged_transfer_ids,
@@ -373,7 +374,8 @@ class Agent:
         self._told = told
         self._num_told += 1
 
-    def _take_answer(self, answer: HeartbeatOrders) -> None:
+    def take_answer(self, answer: HeartbeatOrders) -> None:
+        """Follow the orders in the answer to a heartbeat."""
         self._answered.set()
         self._answer = answer
         self._update_aliases()
@@ -412,9 +414,9 @@ class Agent:
             self.config,
             self.address,
             self.engine,
-            current=self._holdings,
+            current=self.holdings,
             on_failed=on_loop(refused.set_result),
-            on_answer=on_loop(self._take_answer),
+            on_answer=on_loop(self.take_answer),
             on_ordered=on_loop(self.order_refusal),
             on_told=on_loop(self._take_told),
         )

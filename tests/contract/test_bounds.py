@@ -119,7 +119,7 @@ async def test_no_listing_fails_for_one_entrys_sake(
     await pool.replica("r1")
     await (await pool.trainer()).push()
     assert pool.coordinator is not None
-    driver = pool.coordinator._driver
+    driver = pool.coordinator.driver
     assert driver is not None
     known = driver.state.replicas["r0"]
     report = dataclasses.replace(known.report, adapter_used_bytes=2**70)

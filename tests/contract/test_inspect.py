@@ -164,7 +164,7 @@ async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:
     watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
     await watch.initial_metadata()
     assert pool.coordinator is not None
-    feed = pool.coordinator._driver._feed  # type: ignore[union-attr]
+    feed = pool.coordinator.driver.feed  # type: ignore[union-attr]
     for i in range(1200):
         feed.publish(0.0, Announce(EventKind.REPLICA_READY, f"r{i}", ""))
 

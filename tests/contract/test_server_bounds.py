@@ -263,10 +263,10 @@ def test_a_watch_that_never_reads_is_ended(
     client = RawClient(under.pool.target, under.mallory, window=0)
     with closing(client):
         client.call(name)
-        feed = under.coordinator._driver._feed
+        feed = under.coordinator.driver.feed
         if method == "WatchEvents":
-            until(lambda: len(feed._watchers) == 1)
-            (watcher,) = feed._watchers
+            until(lambda: len(feed.watchers) == 1)
+            (watcher,) = feed.watchers
             for _ in range(MAX_BEHIND * 3):
                 under.pool.call(lambda: feed.publish(0.0, _event()))
                 assert len(watcher._queue) <= MAX_BEHIND
@@ -274,7 +274,7 @@ def test_a_watch_that_never_reads_is_ended(
         until(lambda: bool(under.audited(call=name)))
         (line,) = under.audited(call=name)
         assert (line["who"], line["result"]) == ("mallory.test", "TOO_SLOW")
-        until(lambda: not feed._watchers)
+        until(lambda: not feed.watchers)
     under.push()
 
 
@@ -291,12 +291,12 @@ def test_a_stream_that_nobody_reads_ends_with_its_identity(
     monkeypatch.setattr(guard, "LOOK_SECONDS", 0.05)
     with closing(RawClient(under.pool.target, under.mallory, window=0)) as client:
         client.call("weft.v1.InspectService/WatchEvents")
-        feed = under.coordinator._driver._feed
-        until(lambda: len(feed._watchers) == 1)
+        feed = under.coordinator.driver.feed
+        until(lambda: len(feed.watchers) == 1)
         under.push()  # it has something to say now, and cannot
         rules = under.coordinator.config.access
         rules.write_text(attacks.ACCESS.replace("mallory.test", "nobody.test"))
-        until(lambda: not feed._watchers)
+        until(lambda: not feed.watchers)
 
 
 # -- calls that must not be answered -------------------------------------------------

@@ -43,9 +43,7 @@ def hear(agent: Agent, *lacking: str) -> Registered:
         agent.registration = Registered()  # type: ignore[assignment]
     versions = tuple(map(PolicyVersion.parse, lacking))
     vector = agent.serving.vector
-    agent._take_answer(
-        HeartbeatOrders(None, False, False, "", OrderKey(0, 0), (), vector, versions)
-    )
+    agent.take_answer(HeartbeatOrders(None, False, False, "", OrderKey(0, 0), (), vector, versions))
     assert isinstance(agent.registration, Registered)
     return agent.registration
 

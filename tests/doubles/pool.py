@@ -36,7 +36,7 @@ class Pool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pool", daemon=True)
         self._thread.start()
-        self._config = {
+        self.config = {
             "listen": "127.0.0.1:0", "catalog": catalog, "lost_after_seconds": 6.0, **config
         }  # fmt: skip
         self.security: Security | None = None
@@ -66,11 +66,11 @@ class Pool:
         was_away = bool(self.target)
 
         async def start() -> int:
-            self.coordinator = Coordinator(CoordinatorConfig(**self._config))
+            self.coordinator = Coordinator(CoordinatorConfig(**self.config))
             return await self.coordinator.start()
 
         port = self.run(start())
-        self.target = self._config["listen"] = f"127.0.0.1:{port}"
+        self.target = self.config["listen"] = f"127.0.0.1:{port}"
         if was_away:
             with open_channel(self.target) as channel:
                 grpc.channel_ready_future(channel).result(_WAIT_SECONDS)
@@ -83,9 +83,10 @@ class Pool:
 
     def add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
         """Start a replica and wait until it has registered."""
-        return self.run(self._add_replica(replica_id, engine))
+        return self.run(self.join(replica_id, engine))
 
-    async def _add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
+    async def join(self, replica_id: str, engine: EngineDouble) -> Agent:
+        """Start a replica, on the pool's loop."""
         config = AgentConfig(
             coordinator=self.target,
             replica_id=replica_id,
@@ -102,9 +103,10 @@ class Pool:
 
     def remove_replica(self, replica_id: str) -> None:
         """Stop a replica: it leaves the pool."""
-        self.run(self._remove_replica(replica_id))
+        self.run(self.leave(replica_id))
 
-    async def _remove_replica(self, replica_id: str) -> None:
+    async def leave(self, replica_id: str) -> None:
+        """Stop a replica, on the pool's loop."""
         server, task = self._replicas.pop(replica_id)
         agent = self.agents.pop(replica_id)
         task.cancel()
@@ -117,12 +119,12 @@ class Pool:
     def leave_when_drained(self, replica_id: str) -> Future[str]:
         """What a replica's process does: end with its drain; says how it ended."""
 
-        async def leave() -> str:
+        async def end() -> str:
             why = await self.agents[replica_id].wait_drained()
-            await self._remove_replica(replica_id)
+            await self.leave(replica_id)
             return why
 
-        return asyncio.run_coroutine_threadsafe(leave(), self._loop)
+        return self.start(end())
 
     def call(self, function: Callable[[], None]) -> None:
         """Call on the pool's loop and wait."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from pathlib import Path
@@ -65,7 +64,7 @@ def _run(
         finally:
             await world.close()
 
-    asyncio.run_coroutine_threadsafe(run(), pool._loop).result()
+    pool.start(run()).result()
 
 
 def _push_as_usual(pool: Pool, engine: EngineDouble, *, seed: int) -> None:

@@ -80,7 +80,7 @@ class World:
     def state(self) -> PoolState:
         """The coordinator's."""
         coordinator: Any = self.pool.coordinator
-        return coordinator._driver.state  # type: ignore[no-any-return]
+        return coordinator.driver.state  # type: ignore[no-any-return]
 
     @property
     def generation(self) -> int:
@@ -179,8 +179,8 @@ class World:
                 await self._registry.Leave(leave, timeout=_CALL_SECONDS)
         ours = self.state.replicas.get(REPLICA)
         if self.agent._drain.is_draining or (ours is not None and ours.drain is not None):
-            await self.pool._remove_replica(REPLICA)
-            await self.pool._add_replica(REPLICA, self.engine)
+            await self.pool.leave(REPLICA)
+            await self.pool.join(REPLICA, self.engine)
             await self.replica_channel.close()
             self.replica_channel = open_aio_channel(self.agent.address)
             async with asyncio.timeout(_CALL_SECONDS):

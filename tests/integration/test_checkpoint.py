@@ -66,7 +66,7 @@ def test_the_first_push_of_an_adapter_waits_for_its_bases_checkpoint(tmp_path, m
 
     monkeypatch.setattr(reader, "digest_file", slowly)
     monkeypatch.setattr(reader.DigestCache, "of_user", lambda: DigestCache(None))
-    monkeypatch.setattr("weft_rl.progress._LineView.first_seconds", 0.3)
+    monkeypatch.setattr("weft_rl.progress.LineView.first_seconds", 0.3)
     with running_pool(tmp_path / "weft.db") as pool:
         pool.add_replica("replica-0", engine)
         with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=30) as publisher:

@@ -189,8 +189,8 @@ def test_progress_is_shown_on_whatever_standard_error_is(
 ) -> None:
     monkeypatch.setattr("weft_rl.progress._FIRST_LINE_SECONDS", 0.001)
     monkeypatch.setattr("weft_rl.progress._LINE_SECONDS", 0.001)
-    monkeypatch.setattr("weft_rl.progress._LineView.first_seconds", 0.001)
-    monkeypatch.setattr("weft_rl.progress._TerminalView.first_seconds", 0.001)
+    monkeypatch.setattr("weft_rl.progress.LineView.first_seconds", 0.001)
+    monkeypatch.setattr("weft_rl.progress.TerminalView.first_seconds", 0.001)
     monkeypatch.setenv("TERM", "xterm")
     with Publisher(served.pool.target, trainer_id="t2", timeout_seconds=20) as publisher:
         monkeypatch.setattr(sys, "stderr", made())

@@ -107,9 +107,9 @@ def _exchange(pools: list[Pool]) -> None:
     """Each coordinator is at the other's address from now on."""
     for pool in pools:
         pool.stop_coordinator()
-    catalogs = [pool._config["catalog"] for pool in pools]
+    catalogs = [pool.config["catalog"] for pool in pools]
     for pool, catalog in zip(pools, reversed(catalogs), strict=True):
-        pool._config["catalog"] = catalog
+        pool.config["catalog"] = catalog
         pool.start_coordinator()
 
 

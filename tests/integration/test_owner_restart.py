@@ -57,7 +57,7 @@ def _restart(pool: Pool) -> None:
 
 def _lose_catalog(pool: Pool, tmp_path: Path) -> None:
     pool.stop_coordinator()
-    pool._config |= {"catalog": tmp_path / "anew.db", "recover": True}
+    pool.config |= {"catalog": tmp_path / "anew.db", "recover": True}
     pool.start_coordinator()
 
 

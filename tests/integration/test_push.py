@@ -224,8 +224,8 @@ def test_a_push_into_an_empty_pool_waits_for_a_replica(pool, publisher):
 
 
 def test_who_waits_for_a_push_reads_what_it_waits_for(pool, publisher, capfd, monkeypatch):
-    monkeypatch.setattr(progress._LineView, "first_seconds", 0.02)
-    monkeypatch.setattr(progress._LineView, "every_seconds", 0.02)
+    monkeypatch.setattr(progress.LineView, "first_seconds", 0.02)
+    monkeypatch.setattr(progress.LineView, "every_seconds", 0.02)
     told = ""
 
     def reads(text):

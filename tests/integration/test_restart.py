@@ -157,7 +157,7 @@ def test_a_corrupt_version_is_refused_and_nothing_changes(
 
 def test_what_is_retired_or_superseded_leaves_the_directory(pool: Pool, tmp_path: Path) -> None:
     pool.stop_coordinator()
-    pool._config["retain_versions"] = 2
+    pool.config["retain_versions"] = 2
     pool.start_coordinator()
     pool.add_replica("replica-0", double(tmp_path / "a"))
     with trainer(pool) as publisher:
@@ -247,7 +247,7 @@ def lose_catalog(pool: Pool, tmp_path: Path, *, recover: bool = True) -> None:
     pool.stop_coordinator()
     for path in tmp_path.glob("weft.db*"):
         path.unlink()
-    pool._config["recover"] = recover
+    pool.config["recover"] = recover
 
 
 def is_back(pool: Pool, replica_id: str) -> bool:
@@ -307,7 +307,7 @@ def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_
 def test_only_a_coordinator_that_recovers_goes_on_with_a_pool_whose_catalog_is_gone(
     pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool._config["lost_after_seconds"] = 2.0  # a third of the time that it waits for them
+    pool.config["lost_after_seconds"] = 2.0  # a third of the time that it waits for them
     agent = pool.add_replica("replica-0", double())
     with trainer(pool) as publisher:
         adapters = push_all(publisher)

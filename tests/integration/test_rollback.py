@@ -129,7 +129,7 @@ def test_a_replica_that_was_away_goes_back_when_it_returns(
     weft(pool, "rollback", "base", "--to", "1")
 
     async def returns() -> None:
-        agent = await pool._add_replica("replica-1", away)
+        agent = await pool.join("replica-1", away)
         agent.serving.vector = vector  # it had only lost contact
 
     pool.run(returns())

@@ -175,8 +175,8 @@ def test_who_waits_reads_how_many_replicas_have_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publisher.push_base(Model(5))
-    monkeypatch.setattr(progress._LineView, "first_seconds", 0.01)
-    monkeypatch.setattr(progress._LineView, "every_seconds", 0.01)
+    monkeypatch.setattr(progress.LineView, "first_seconds", 0.01)
+    monkeypatch.setattr(progress.LineView, "every_seconds", 0.01)
     told, digests = threading.Event(), main._Pool.digests
     seen = main.ShownProgress.text
 

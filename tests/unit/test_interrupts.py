@@ -51,14 +51,14 @@ def test_one_call_after_the_other_is_made_by_one_thread_which_then_ends() -> Non
     def fail() -> None:
         raise ValueError("here")
 
-    first = on_own_thread(threading.current_thread)
-    until(lambda: first in interrupts._IDLE)
+    first, idle = on_own_thread(threading.current_thread), interrupts._IDLE
+    until(lambda: first in idle)
     with pytest.raises(ValueError, match="here"):
         on_own_thread(fail)
-    until(lambda: first in interrupts._IDLE)
+    until(lambda: first in idle)
     assert on_own_thread(threading.current_thread) is first
     until(lambda: not first.is_alive())
-    assert first not in interrupts._IDLE
+    assert first not in idle
 
 
 def test_a_thread_that_was_taken_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,10 +68,10 @@ def test_a_step_goes_on_until_another_begins() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines come often."""
-    monkeypatch.setattr(module._LineView, "first_seconds", 0.2)
-    monkeypatch.setattr(module._LineView, "every_seconds", 0.05)
-    monkeypatch.setattr(module._TerminalView, "first_seconds", 0.05)
-    monkeypatch.setattr(module._TerminalView, "every_seconds", 0.02)
+    monkeypatch.setattr(module.LineView, "first_seconds", 0.2)
+    monkeypatch.setattr(module.LineView, "every_seconds", 0.05)
+    monkeypatch.setattr(module.TerminalView, "first_seconds", 0.05)
+    monkeypatch.setattr(module.TerminalView, "every_seconds", 0.02)
 
 
 @pytest.mark.usefixtures("soon")
@@ -91,8 +91,8 @@ def test_plain_lines_have_no_control_codes_and_what_is_quick_has_none() -> None:
 
 
 def test_plain_lines_are_seconds_apart() -> None:
-    assert module._LineView.first_seconds >= 2.0
-    assert module._LineView.every_seconds >= 5.0
+    assert module.LineView.first_seconds >= 2.0
+    assert module.LineView.every_seconds >= 5.0
 
 
 @pytest.mark.usefixtures("soon")
@@ -163,7 +163,7 @@ def test_a_terminal_that_cannot_be_drawn_on_has_plain_lines(
 def test_progress_that_an_interrupt_left_behind_is_not_shown_for_ever() -> None:
     stream = io.StringIO()
     progress = ShownProgress("push of math")
-    args = (module.weakref.ref(progress), module._LineView(stream.write), threading.Event())
+    args = (module.weakref.ref(progress), module.LineView(stream.write), threading.Event())
     thread = threading.Thread(target=module._draw_on, args=args, daemon=True)
     thread.start()
     del progress

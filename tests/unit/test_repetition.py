@@ -18,6 +18,8 @@ MAX_LINES = 12.5
 MAX_COPIES = 7
 #: Calls of ``time.sleep`` in tests: what is waited for has a condition, see ``tests.waits``.
 MAX_SLEEPS = 49
+#: Lines of tests that name a private attribute of another object or module; wanted are 158.
+MAX_REACHES = 207
 #: Fields of one value from which on a message repeats it.
 _FIELDS_OF_A_COPY = 3
 _SERVICES = {
@@ -78,3 +80,17 @@ def test_tests_wait_for_what_happens() -> None:
         if re.search(r"\btime\.sleep\(", line)
     ]
     assert len(found) <= MAX_SLEEPS, f"{len(found)}: {found}"
+
+
+def test_tests_use_what_is_public() -> None:
+    found = set[str]()
+    for path in sorted((_ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and re.match("_[a-z]", node.attr, re.IGNORECASE)
+                and node.attr not in ("_replace", "_asdict", "_concrete_class")
+                and ast.unparse(node.value) not in ("self", "cls", "super()")
+            ):
+                found.add(f"{path.relative_to(_ROOT)}:{node.lineno}")
+    assert len(found) <= MAX_REACHES, f"{len(found)}: {sorted(found)}"

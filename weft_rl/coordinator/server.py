@@ -51,7 +51,7 @@ class Coordinator:
         self.config = config
         self.port = 0
         self._catalog: Catalog | None = None
-        self._driver: Driver | None = None
+        self.driver: Driver | None = None
         self._server: WeftServer | None = None
         self._deciding: asyncio.Task[None] | None = None
         self._tracer = NO_TRACER
@@ -93,7 +93,7 @@ class Coordinator:
         known = catalog.snapshot()
         state, feed = _initial_state(known, self.config), Feed(former=known.events)
         metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
-        driver = self._driver = Driver(
+        driver = self.driver = Driver(
             state,
             catalog,
             references,
@@ -184,7 +184,7 @@ class Coordinator:
         Idempotent. A transfer that was not committed is aborted at the next start.
         """
         server, self._server = self._server, None
-        driver, self._driver = self._driver, None
+        driver, self.driver = self.driver, None
         catalog, self._catalog = self._catalog, None
         await self.ports.close()
         if driver is not None:

@@ -69,7 +69,7 @@ def test_a_certificate_that_only_openssl_reads_is_warned_of(tmp_path: Path) -> N
     ],
 )
 def test_clocks(theirs: float, says: str, level: str) -> None:
-    found = doctor._compare_clocks(theirs, 100.0, 101.0)
+    found = doctor.compare_clocks(theirs, 100.0, 101.0)
     assert says in found.says
     assert found.level == level
 
@@ -84,7 +84,7 @@ def test_clocks(theirs: float, says: str, level: str) -> None:
 )
 def test_versions_of_both_ends(version: str, revision: int, level: str) -> None:
     pool = pb.GetPoolResponse(weft_version=version, protocol_revision=revision)
-    assert doctor._compare_versions(pool).level == level
+    assert doctor.compare_versions(pool).level == level
 
 
 def test_interfaces_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_interfaces_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_vllm_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "version", lambda _: "0.19.1")
-    found = doctor._check_vllm()
+    found = doctor.check_vllm()
     assert found.level == "fail"
     assert ">=0.26" in found.advice
 
@@ -122,13 +122,13 @@ def test_the_directory_of_one_sided_sockets(
         (folder / ("x" * 99), "warn", "too long"),
     ):
         monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(path))
-        found = doctor._check_sockets()
+        found = doctor.check_sockets()
         assert (found.level, says in found.says) == (level, True), found
         assert ("gloo" in found.advice) == (level == "warn")
     assert not (folder / "new").exists()
     monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(folder / "own"))
     monkeypatch.setattr("os.geteuid", lambda: 4711)
-    assert "(uid 4711)" in doctor._check_sockets().says
+    assert "(uid 4711)" in doctor.check_sockets().says
 
 
 def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +166,12 @@ def test_the_doctor_asks_for_the_shared_memory_that_vllm_checks() -> None:
     ranks = 8
     needed = defaults["max_chunks"] * (message + 1 + ranks)
     assert needed == 10 * (24 * 2**20 + 9)
-    assert doctor._SHM_BYTES[0] - 16 * 2**20 <= needed <= doctor._SHM_BYTES[0]
+    assert doctor.SHM_BYTES[0] - 16 * 2**20 <= needed <= doctor.SHM_BYTES[0]
 
 
 def test_what_carries_weights_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host without a GPU was told that gloo does, below the line that names all backends."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = {finding.check: finding.says for finding in doctor._check_torch(is_one_sided=True)}
+    found = {finding.check: finding.says for finding in doctor.check_torch(is_one_sided=True)}
     assert found["backends"].endswith("between hosts, one-sided between processes of this host")
     assert "gloo" not in found["gpus"]

@@ -119,13 +119,16 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> SendingRank:
     return SendingRank(TICKET, torch.device("cpu"))
 
 
+def group_of(rank: SendingRank) -> Any:
+    return rank._membership
+
+
 def _send(rank: SendingRank, buckets: Buckets) -> tuple[Group, SenderProgress, Future[bytes]]:
     sending = SenderProgress("t1", buckets, time.monotonic() + 20)
     pool = ThreadPoolExecutor(1)
     future = pool.submit(rank.send, sending)
     pool.shutdown(wait=False)
-    group: Any = rank._membership
-    return group, sending, future
+    return group_of(rank), sending, future
 
 
 def test_a_buffer_is_used_again_once_its_bucket_is_released(rank: SendingRank) -> None:
@@ -221,7 +224,7 @@ def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: Send
     sending.num_released = rank.num_released("t1")
     assert rank.num_released("another") == 0
     after = SendingRank(rank.successor, torch.device("cpu"))
-    other: Any = after._membership
+    other = group_of(after)
     other.start(first_bucket=1)
     other.release(NUM_BUCKETS)
     assert after.send(sending) == content_digest([10, 11, 12, 13, 14])
@@ -232,7 +235,7 @@ def test_a_receiver_that_lost_what_is_no_longer_held_ends_it(rank: SendingRank) 
     sending = SenderProgress(
         "t1", Buckets(), time.monotonic() + 20, digests=[10, 11, 12], num_released=2
     )
-    group: Any = rank._membership
+    group = group_of(rank)
     group.start(first_bucket=1)
     with pytest.raises(PeerUnavailableError, match="lost bucket 1"):
         rank.send(sending)
@@ -274,7 +277,7 @@ def test_one_of_several_senders_sends_its_own_and_counts_all(
     ticket = replace(TICKET, rank=1, size=4, num_senders=2)
     rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets(PLAN, 1)
     sending = SenderProgress("t1", buckets, time.monotonic() + 20)
-    group: Any = rank._membership
+    group = group_of(rank)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(rank.send, sending)
         group.start()
@@ -298,7 +301,7 @@ def test_it_resumes_with_its_next_from_the_first_that_a_receiver_lacks(
     ticket = replace(TICKET, rank=1, size=4, num_senders=2)
     rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets(PLAN, 1)
     sending = SenderProgress("t1", buckets, time.monotonic() + 20)
-    group: Any = rank._membership
+    group = group_of(rank)
     group.start(first_bucket=4)  # after its 1 and 3
     group.release(8)
     assert rank.send(sending) == content_digest([10, 11, 12, 13])

@@ -166,8 +166,8 @@ def test_a_receive_that_an_abort_overtakes_is_given_back(monkeypatch: pytest.Mon
         monkeypatch.setattr(backend, "broadcast", overtaken)
         with pytest.raises(TransferAbortedError, match="stopped"):
             receiver.broadcast(torch.zeros(SIZE, dtype=torch.uint8), 20.0, options=BORROWS)
-        backend._thread.join(10.0)
-        assert not backend._thread.is_alive()
+        backend.thread.join(10.0)
+        assert not backend.thread.is_alive()
         assert not members._KEPT
         assert sent.done
         sender.close()

@@ -86,7 +86,7 @@ class Driver:
         self._catalog = catalog
         self._references = references
         self._manifests = manifests or LayoutCache()
-        self._feed = feed
+        self.feed = feed
         self._clock = clock
         self._on_step = on_step
         #: Questions to replicas; orders, which are decided, go through ``_orders``.
@@ -445,7 +445,7 @@ class Driver:
     def _announce(self, event: Announce) -> None:
         level = logging.DEBUG if event.kind in DETAILS else logging.INFO
         _log.log(level, "%s %s: %s", event.kind, event.subject, event.message)
-        self._feed.publish(self.state.wall(self.now()), event)
+        self.feed.publish(self.state.wall(self.now()), event)
 
     def _answer(self, ticket: int, answer: effects.CallAnswer | WeftError) -> None:
         future = self._calls.pop(ticket, None)
@@ -502,7 +502,7 @@ class Driver:
         if self._task is not None:
             await asyncio.wait([self._task])
         self.groups.close("the coordinator is stopping")
-        self._feed.close()
+        self.feed.close()
         self.routes.close()
         for task in list(self._aside):
             task.cancel()

@@ -114,7 +114,7 @@ class Feed:
     def __init__(
         self, clock: Callable[[], float] = time.time, former: Sequence[SaveEvent] = ()
     ) -> None:
-        self._watchers: set[Watcher] = set()
+        self.watchers: set[Watcher] = set()
         self._kept = {
             name: Log[inspect_pb2.WatchEventsResponse](MAX_KEPT) for name in set(KEPT_WITH.values())
         }
@@ -145,12 +145,12 @@ class Feed:
     def watch(self) -> Watcher:
         """Return a new reader of events from now on; give it back to ``unwatch``."""
         watcher = Watcher()
-        self._watchers.add(watcher)
+        self.watchers.add(watcher)
         return watcher
 
     def unwatch(self, watcher: Watcher) -> None:
         """Remove a reader that has gone."""
-        self._watchers.discard(watcher)
+        self.watchers.discard(watcher)
 
     def publish(self, unix_seconds: float, announced: Announce) -> None:
         """Keep an event, and notify every watcher."""
@@ -170,12 +170,12 @@ class Feed:
         )
         self._num_published += 1
         self._kept[KEPT_WITH[announced.kind]].add(event)
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.put(event)
 
     def close(self) -> None:
         """End all readers."""
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.close()
 
 

@@ -207,7 +207,7 @@ class OneSidedReceiver:
         self._place, self._rank, self._device = MemberIdentity(store), rank, device
         self._lock = threading.Lock()  # guards what follows
         self._posted: deque[OneSidedWork] = deque()
-        self._error = ""
+        self.error = ""
         #: While its first answer is awaited. Later it is closed by the thread alone, once all
         #: is unmapped: by that the sender knows that it may free its memory.
         self._connection: MemberConnection | None = None
@@ -220,8 +220,8 @@ class OneSidedReceiver:
         self._mapped: dict[int, FileMapping | DeviceMapping] = {}
         self._ready: deque[Ready] = deque()
         self._wakeup = SelectorWaker()
-        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        self.thread.start()
 
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
@@ -229,8 +229,8 @@ class OneSidedReceiver:
         """See ``Backend``."""
         work = OneSidedWork(buffer, options)
         with self._lock:
-            if self._error:
-                raise OneSidedError(self._error)
+            if self.error:
+                raise OneSidedError(self.error)
             self._posted.append(work)
         self._wakeup.set()
         return work
@@ -244,19 +244,19 @@ class OneSidedReceiver:
         if not self._copying.acquire(timeout=timeout_seconds):
             return False
         self._copying.release()
-        return bool(self._error)
+        return bool(self.error)
 
     def _end(self, error: str) -> None:
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             connection = self._connection
         if connection is not None:
             connection.shut()
         self._wakeup.set()
 
     def _check(self) -> None:
-        if self._error:
-            raise OneSidedError(self._error)
+        if self.error:
+            raise OneSidedError(self.error)
 
     # -- on its thread -------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class OneSidedReceiver:
             works, self._connection = [*self._posted], None
             self._posted.clear()
         for work in works:
-            work.end(self._error)
+            work.end(self.error)
         self._wakeup.close()
         if connection is not None:
             self._leave(connection)
@@ -520,18 +520,18 @@ class OneSidedSender:
         #: Those that some receiver has not said yet that it keeps.
         self._unkept: dict[int, SentWork] = {}
         self._members: dict[int, _Member] = {}
-        self._error = ""
+        self.error = ""
         self._num_sent = 0
         self._digests: dict[int, str] = {}
         self._wakeup = SelectorWaker()
         self._listener, self._name = listen()
-        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         try:
             self._arrivals = NewConnections(self._listener, _MAX_SILENT)
-            self._thread.start()
+            self.thread.start()
         except BaseException as error:  # interrupted: nobody else could end it
             self.abort()
-            if not self._thread.is_alive():
+            if not self.thread.is_alive():
                 unlink(self._name)
                 self._listener.close()
             if isinstance(error, OSError):
@@ -552,8 +552,8 @@ class OneSidedSender:
         if not options.tail:
             synchronize(buffer.device)
         with self._lock:
-            if self._error:
-                raise OneSidedError(self._error)
+            if self.error:
+                raise OneSidedError(self.error)
             work = SentWork(buffer, self._num_sent, set(self._ranks), options)
             self._num_sent += 1
             self._works[work.sequence] = work
@@ -575,15 +575,15 @@ class OneSidedSender:
 
     def settle(self, timeout_seconds: float) -> bool:
         """See ``Backend``: nothing here writes."""
-        return bool(self._error)
+        return bool(self.error)
 
     def _fail(self, error: str) -> None:
         """End all broadcasts with an error; called with the lock held."""
-        self._error = self._error or error
+        self.error = self.error or error
         for member in self._members.values():
             member.connection.end()
         for work in self._works.values():
-            work.end(self._error)
+            work.end(self.error)
         self._works.clear()
         self._unkept.clear()
         self._wakeup.set()
@@ -620,8 +620,8 @@ class OneSidedSender:
             while True:
                 events = selector.select()
                 self._wakeup.clear()
-                if self._error:
-                    raise OneSidedError(self._error)
+                if self.error:
+                    raise OneSidedError(self.error)
                 for key, _ in events:
                     if key.fileobj is self._arrivals:
                         self._accept(selector)

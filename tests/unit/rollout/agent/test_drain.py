@@ -37,7 +37,7 @@ def agent(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 def _told(agent: Agent, **changes: Any) -> None:
     fields = {"drain": None, "is_draining": False, "in_transfer": False}
-    agent._take_answer(
+    agent.take_answer(
         HeartbeatOrders(
             **fields
             | {"refuse_reason": "", "order": OrderKey(0, 0), "pinned_base_versions": ()}
@@ -52,7 +52,7 @@ async def test_an_order_begins_it_and_hurries_one_heartbeat(
     for _ in range(3):
         _told(agent, drain=DrainNote(60.0, "by an operator"))
     assert registered.hurried == 1
-    note = agent._holdings().report.drain
+    note = agent.holdings().report.drain
     assert note is not None
     assert (note.reason, note.time_left_seconds > 50) == ("by an operator", True)
 
@@ -108,7 +108,7 @@ async def test_signals(
     stop.agent = agent
     for number in signals:
         stop.signal(number)
-    assert ((agent._holdings().report.drain is not None), stop.received.is_set()) == (
+    assert ((agent.holdings().report.drain is not None), stop.received.is_set()) == (
         drains,
         at_once,
     )

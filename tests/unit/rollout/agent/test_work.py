@@ -23,7 +23,7 @@ def _agent(engine: EngineDouble) -> Agent:
 
 
 def test_one_that_does_nothing_says_nothing(engine: EngineDouble) -> None:
-    assert _agent(engine)._holdings().report.work is None
+    assert _agent(engine).holdings().report.work is None
 
 
 def test_an_order_that_does_not_get_on_grows_silent(engine: EngineDouble) -> None:
@@ -32,17 +32,17 @@ def test_an_order_that_does_not_get_on_grows_silent(engine: EngineDouble) -> Non
         ended = asyncio.Event()
         order = asyncio.create_task(agent.serving.orders.run(ended.wait(), "switching to math@1"))
         await asyncio.sleep(0.1)
-        work = agent._holdings().report.work
+        work = agent.holdings().report.work
         assert work is not None
         assert work.what == "switching to math@1"
         assert 0.05 <= work.silence_seconds < 5.0
         engine.owed.end(0)  # a call to the engine that was part of it has been answered
-        later = agent._holdings().report.work
+        later = agent.holdings().report.work
         assert later is not None
         assert later.silence_seconds < work.silence_seconds
         ended.set()
         await order
-        assert agent._holdings().report.work is None
+        assert agent.holdings().report.work is None
 
     asyncio.run(run())
 
@@ -51,7 +51,7 @@ def test_what_the_engine_owes_counts_first(engine: EngineDouble) -> None:
     agent = _agent(engine)
     engine.owed.begin(1, "weft_drop_adapter")
     time.sleep(0.05)
-    work = agent._holdings().report.work
+    work = agent.holdings().report.work
     assert work is not None
     assert work.what == "its engine, weft_drop_adapter"
     assert work.silence_seconds >= 0.05
@@ -60,9 +60,9 @@ def test_what_the_engine_owes_counts_first(engine: EngineDouble) -> None:
 def test_a_loop_that_is_held_is_told_though_no_order_was_taken(engine: EngineDouble) -> None:
     agent = _agent(engine)
     agent._ticked_at = time.monotonic() - 1.0  # it has its turn each second
-    assert agent._holdings().report.work is None
+    assert agent.holdings().report.work is None
     agent._ticked_at -= 6.0
-    work = agent._holdings().report.work
+    work = agent.holdings().report.work
     assert work is not None
     assert work.what == "its event loop"
     assert 6.9 < work.silence_seconds < 60.0

@@ -60,6 +60,10 @@ class Worker:
     def follow(self, *keep: str, **fields: Any) -> None:
         self.spiller.follow(SpillOrder(keep=parsed(*keep), **fields))
 
+    def look(self) -> None:
+        """List the copies that are in the directory now."""
+        self.spiller._list()
+
     def lists(self, *versions: str) -> None:
         until(lambda: set(listed(self.spiller)) == set(parsed(*versions)))
 
@@ -340,7 +344,7 @@ def test_a_version_of_another_catalog_gives_way_to_the_one_that_is_served(
     other = held("math@1", BASE[:2])
     worker.folder.write(other, CONFIG, going_on=lambda: True)
     copy = worker.hold("math@1")
-    worker.spiller._list()
+    worker.look()
     with pytest.raises(NotReadyError, match="does not exist"):
         worker.restore(copy)
     assert listed(worker.spiller) == (), "it is of no use here"
@@ -367,7 +371,7 @@ def test_a_read_that_hangs_is_given_up_and_others_are_made(
     content = file.read_bytes()
     file.unlink()
     os.mkfifo(file)
-    worker.spiller._list()
+    worker.look()
     with pytest.raises(NotReadyError, match=r"math@1 .* has not answered for 0\.2 s"):
         worker.restore(stuck)
     assert worker.spiller.ended_restore == "t-back"
@@ -384,7 +388,7 @@ def test_a_read_that_hangs_is_given_up_and_others_are_made(
         worker.store.staged("t-back", stuck.content_digest)
     assert held_bytes == worker.store.usage()
     worker.spiller._refused.clear()
-    worker.spiller._list()
+    worker.look()
     assert set(listed(worker.spiller)) == set(parsed("math@1", "code@1"))
 
 
@@ -449,7 +453,7 @@ def test_what_is_no_version_is_skipped_and_named_once(
     foreign.mkdir()
     worker.follow("math@1")
     worker.lists("math@1")
-    worker.spiller._list()
+    worker.look()
     said = [r for r in caplog.records if "is no spilled version" in r.getMessage()]
     assert len(said) == 1
     assert str(foreign) in said[0].getMessage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,15 @@ from tests.doubles.audit_log import audit_lines
 from weft_rl.rpc.security import guard
 from weft_rl.rpc.security.guard import audit
 
+Refusals = guard._Refusals
+
 
 class Clock:
-    """Seconds, as the guard reads them."""
+    """Seconds, as the guard reads them, and what it refused."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.refusals: Any = None
 
     def monotonic(self) -> float:
         return self.now
@@ -25,7 +29,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(guard.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(guard, "_REFUSALS", guard._Refusals())
+    clock.refusals = Refusals()
+    monkeypatch.setattr(guard, "_REFUSALS", clock.refusals)
     return clock
 
 
@@ -46,10 +51,10 @@ def test_a_stranger_that_hammers_fills_a_few_lines_and_is_counted(
     for _ in range(60):  # a minute of 1,000 calls a second, each from another port
         _refuse(1000)
         clock.now += 1.0
-    assert len(lines) <= guard._Refusals.BURST + 60
+    assert len(lines) <= Refusals.BURST + 60
     counted = sum(int(line.get("left_out", 0)) for line in lines)
     assert counted + len(lines) > 58_000, "what was left out is told with the next line"
-    clock.now += guard._Refusals.SILENT_SECONDS
+    clock.now += Refusals.SILENT_SECONDS
     before = len(lines)
     audit("anna", "ipv4:10.0.0.9:1", "weft.v1.X/Y", {}, "ROLE_MISSING")
     told, own = lines[before:]
@@ -82,10 +87,10 @@ def test_one_callers_refusals_leave_room_for_anothers(
 def test_many_strangers_together_are_bounded_too(clock: Clock, lines: list[dict[str, str]]) -> None:
     for number in range(5000):
         _refuse(2, host=f"ipv6:[2001:db8::{number:x}]")
-    assert len(lines) <= guard._Refusals.BURST_OF_ALL
-    assert guard._REFUSALS.num_pending <= guard._Refusals.MAX_CALLERS + 1
-    clock.now += guard._Refusals.SILENT_SECONDS
-    guard._REFUSALS.tell(clock.now)
+    assert len(lines) <= Refusals.BURST_OF_ALL
+    assert clock.refusals.num_pending <= Refusals.MAX_CALLERS + 1
+    clock.now += Refusals.SILENT_SECONDS
+    clock.refusals.tell(clock.now)
     assert (
         sum(int(line.get("left_out", 0)) for line in lines)
         + len([line for line in lines if line["result"] != "LEFT_OUT"])

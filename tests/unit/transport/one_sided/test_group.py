@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,14 @@ def filled(value: int) -> torch.Tensor:
     return allocate_file(SIZE).fill_(value)
 
 
+def mapped_by(receiver: OneSidedReceiver) -> dict[int, Any]:
+    return receiver._mapped
+
+
+def joined(sender: OneSidedSender) -> dict[int, Any]:
+    return sender._members
+
+
 def send(sender: OneSidedSender) -> None:
     """Send a bucket and wait until all have it."""
     sent = sender.broadcast(filled(1), 10.0)
@@ -82,9 +91,9 @@ def test_receivers_read_the_senders_own_pages_mapped_once(join: Join) -> None:
             work.finish()
             assert int(into.min()) == int(into.max()) == value
         assert sent.wait_until(soon())
-    assert [len(receiver._mapped) for receiver in receivers] == [1, 1, 1]
+    assert [len(mapped_by(receiver)) for receiver in receivers] == [1, 1, 1]
     number = export_of(buffer)[0].export_id
-    mapped = receivers[0]._mapped[number].content
+    mapped = mapped_by(receivers[0])[number].content
     buffer.fill_(9)
     assert mapped[0] == 9
     assert not mapped.flags.writeable
@@ -107,7 +116,16 @@ def test_a_sender_hears_from_its_receivers_what_all_of_them_keep(join: Join) -> 
     works[0].keep()  # a sender that is gone is no matter of who keeps
 
 
-def test_keeping_what_was_not_taken_ends_the_group(directory: Path, store: StoreDouble) -> None:
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ([Kept(7), Kept(0)], "keeps what it has not taken"),  # the first was never asked for
+        ([Taken(99)], "has taken what it was not given"),
+    ],
+)
+def test_a_receiver_that_says_what_cannot_be_ends_the_group(
+    directory: Path, store: StoreDouble, says: list[Any], found: str
+) -> None:
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
     sender = OneSidedSender(store, 2)
@@ -115,15 +133,16 @@ def test_keeping_what_was_not_taken_ends_the_group(directory: Path, store: Store
     try:
         connection.send(Hello(1, secret))
         assert isinstance(connection.receive(5.0)[0], Welcome)
-        connection.send(Kept(7))  # nobody asked
+        for message in says[:-1]:
+            connection.send(message)
         sent = sender.broadcast(filled(1), 10.0, BucketOptions(on_kept=lambda: None))
-        connection.send(Kept(0))
+        connection.send(says[-1])
         assert sent.wait_until(soon())
-        with pytest.raises(OneSidedError, match="keeps what it has not taken"):
+        with pytest.raises(OneSidedError, match=found):
             sent.finish()
     finally:
         connection.close()
-    until(lambda: not sender._thread.is_alive())
+    until(lambda: not sender.thread.is_alive())
 
 
 def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
@@ -135,7 +154,7 @@ def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
         assert work.wait_until(soon())
         assert sent.wait_until(soon())
         del buffer, sent, work
-    assert len(receiver._mapped) <= 2
+    assert len(mapped_by(receiver)) <= 2
 
 
 def test_bytes_elsewhere_are_refused(join: Join) -> None:
@@ -166,7 +185,7 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
     leaving, left = threading.Event(), threading.Event()
 
     def slowly(name: str, timeout_seconds: float) -> object:
-        if threading.current_thread() is second._thread:
+        if threading.current_thread() is second.thread:
             leaving.set()
             assert left.wait(10.0)
         return connect(name, timeout_seconds)
@@ -302,7 +321,7 @@ def test_another_process_with_the_wrong_secret_is_refused(
     with pytest.raises(PeerError, match=r"gone|closed"):
         odd.receive(5.0)
     odd.close()
-    assert not sender._error  # nobody was harmed
+    assert not sender.error  # nobody was harmed
     own = f"the peer (pid {os.getpid()})"
     assert [record.getMessage() for record in caplog.records] == [
         f"refused on a group's socket: {own} {why}"
@@ -333,7 +352,7 @@ def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble) -> None
 
 def test_a_rank_has_one_place(join: Join, store: StoreDouble) -> None:
     sender, (receiver,) = join(1)
-    until(lambda: sender._members)
+    until(lambda: joined(sender))
     again = MemberConnection(connect(listed(store), 5.0))
     again.send(Hello(1, receiver._place.secret))
     with pytest.raises(PeerError, match=r"gone|closed"):
@@ -349,7 +368,7 @@ def test_another_user_at_a_groups_socket_is_warned_of(
 ) -> None:
     """Nobody else may enter the directory, so it is root, or the directory is not as it should."""
     sender, _ = join(1)
-    until(lambda: sender._members)
+    until(lambda: joined(sender))
     name, uid = listed(store), os.geteuid()
     with connect(name, 5.0) as stranger, monkeypatch.context() as patch:
         patch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
@@ -361,7 +380,7 @@ def test_another_user_at_a_groups_socket_is_warned_of(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"(pid {os.getpid()}) is of uid {uid}, this process of {uid + 1}" in record.getMessage()
-    assert not sender._error
+    assert not sender.error
 
 
 def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,26 +397,6 @@ def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatc
         unlink(name)
         listener.close()
     (directory / name).unlink(missing_ok=True)
-
-
-def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
-    directory: Path, store: StoreDouble
-) -> None:
-    secret = b"r" * 32
-    store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
-    sender = OneSidedSender(store, 2)
-    connection = MemberConnection(connect(listed(store), 5.0))
-    try:
-        connection.send(Hello(1, secret))
-        assert isinstance(connection.receive(5.0)[0], Welcome)
-        sent = sender.broadcast(filled(1), 10.0)
-        connection.send(Taken(99))
-        assert sent.wait_until(soon())
-        with pytest.raises(OneSidedError, match="has taken what it was not given"):
-            sent.finish()
-    finally:
-        connection.close()
-    until(lambda: not sender._thread.is_alive())
 
 
 Lie = Callable[[MemberConnection, bytes], None]
@@ -487,8 +486,8 @@ def test_a_sender_that_lies_is_found_out(
         assert work.wait_until(soon())
         with pytest.raises(OneSidedError, match=found):
             work.finish()
-        until(lambda: not receiver._thread.is_alive())
-        assert not receiver._mapped
+        until(lambda: not receiver.thread.is_alive())
+        assert not mapped_by(receiver)
     finally:
         unlink(name)
         connection.close()
@@ -530,7 +529,7 @@ def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
             into = empty()
             assert receiver.broadcast(into, 60.0).wait_until(soon())
             child = int(sender.stdout.readline())
-            mapped = next(iter(receiver._mapped.values())).content
+            mapped = next(iter(mapped_by(receiver).values())).content
             waiting = receiver.broadcast(empty(), 60.0)
             began = time.monotonic()
         finally:
@@ -670,12 +669,12 @@ def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join) -> None:
     sender.broadcast(buffer, 10.0)
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
-    (member,) = sender._members.values()
+    (member,) = joined(sender).values()
     member.connection.send(Withdraw(export_of(buffer)[0].export_id))
-    until(lambda: receiver._error)
-    assert "being read" in receiver._error
-    assert receiver._mapped
-    until(lambda: sender._error)  # it was told, and may write there from now on
+    until(lambda: receiver.error)
+    assert "being read" in receiver.error
+    assert mapped_by(receiver)
+    until(lambda: sender.error)  # it was told, and may write there from now on
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
-    until(lambda: not receiver._mapped)
+    until(lambda: not mapped_by(receiver))

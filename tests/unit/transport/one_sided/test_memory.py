@@ -131,8 +131,8 @@ def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
     sender, (receiver,) = join(1)
     work = lend(sender, receiver)
     (sender if leaves == "sender" else receiver).abort()
-    until(lambda: not receiver._thread.is_alive())
-    until(lambda: sender._error)  # also where the receiver has left: it is told at once
+    until(lambda: not receiver.thread.is_alive())
+    until(lambda: sender.error)  # also where the receiver has left: it is told at once
     stays(lambda: (len(cudart.mapped), len(cudart.allocated)) == (1, 1), 0.05)
     with pytest.raises(OneSidedError, match="left while its memory was read"):
         work.give_back()
@@ -149,8 +149,8 @@ def test_a_receiver_that_leaves_while_it_reads_is_an_error_at_once(
     sender, (receiver,) = join(1)
     work = lend(sender, receiver)
     receiver.abort()
-    until(lambda: sender._error)
-    assert "rank 1 is gone: it has left the group" in sender._error
+    until(lambda: sender.error)
+    assert "rank 1 is gone: it has left the group" in sender.error
     assert cudart.allocated
     with pytest.raises(OneSidedError):
         work.give_back()
@@ -164,20 +164,20 @@ def test_what_cuda_does_not_unmap_is_not_freed(join: Join, cudart: CudartDouble,
     cudart.errors = {"cudaIpcCloseMemHandle": 400}
     if when == "withdrawn":
         sender.broadcast(allocate_block(SIZE, CPU).fill_(2), 10.0)
-        until(lambda: sender._error)
-        assert "rank 1 is gone" in sender._error
+        until(lambda: sender.error)
+        assert "rank 1 is gone" in sender.error
     else:
         receivers[0].abort()
-    until(lambda: not receivers[0]._thread.is_alive())
-    until(lambda: sender._error)
-    stays(sender._thread.is_alive, 0.05)
+    until(lambda: not receivers[0].thread.is_alive())
+    until(lambda: sender.error)
+    stays(sender.thread.is_alive, 0.05)
     assert len(cudart.mapped) == 1
     assert not cudart.freed_while_mapped
     assert set(cudart.mapped) <= set(cudart.allocated)
     (connection,) = members._KEPT
     members._KEPT.clear()
     connection.close()
-    until(lambda: not sender._thread.is_alive())
+    until(lambda: not sender.thread.is_alive())
 
 
 def test_a_block_is_whole_pages_of_the_device(cudart: CudartDouble) -> None:

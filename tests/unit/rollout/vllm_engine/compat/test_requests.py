@@ -96,27 +96,30 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_chosen(
     assert getattr(core.EngineCore, requests.KEEP_REQUESTS) is requests.keep_held_blocks
 
 
+_KINDS = requests._FAILURES
+
+
 class GenerationError(Exception):
     """As vLLM names it."""
 
     status_code = HTTPStatus.INTERNAL_SERVER_ERROR
 
 
-@pytest.mark.parametrize("index", range(len(requests._FAILURES)))
+@pytest.mark.parametrize("index", range(len(_KINDS)))
 def test_the_newest_kind_that_there_is(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
-    for module, _ in requests._FAILURES:
+    for module, _ in _KINDS:
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    for module, name in requests._FAILURES[index:]:
+    for module, name in _KINDS[index:]:
         setattr(sys.modules[module], name, type(name, (GenerationError,), {}))
     error: Any = requests.failure("again", 503)
     assert (str(error), error.status_code) == ("again", 503)
-    assert type(error).__name__ == requests._FAILURES[index][1]
+    assert type(error).__name__ == _KINDS[index][1]
 
 
 def test_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, _ in requests._FAILURES:
+    for module, _ in _KINDS:
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    monkeypatch.setitem(sys.modules, requests._FAILURES[-1][0], None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, _KINDS[-1][0], None)  # as if it were not there
     assert isinstance(requests.failure("again", 503), RuntimeError)
 
 

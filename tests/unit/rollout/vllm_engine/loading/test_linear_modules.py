@@ -43,8 +43,7 @@ def reference(names: Iterable[str]) -> Reference:
 
 
 def test_a_module_has_the_names_of_files_of_memory_and_of_vllm() -> None:
-    mapper = Mapper(model="language_model.model.")
-    mapper._prefixes = {"model.language.": "language_model.model.", **mapper._prefixes}
+    mapper = Mapper(**{"model.language": "language_model.model.", "model": "language_model.model."})
     names = ModuleTable(
         reference(["model.up", "visual.fc"]),
         [
@@ -82,12 +81,15 @@ def test_the_loader_takes_names_that_vllms_mapper_does_not_know(
 ) -> None:
     model = SimpleNamespace(hf_to_vllm_mapper=Mapper(a="b."))
     monkeypatch.setattr(lora_hook, "_renames", {})
-    assert lora_hook._name_mapper(model) is model.hf_to_vllm_mapper
+    mapper = lora_hook._name_mapper
+    assert mapper(model) is model.hf_to_vllm_mapper
     lora_hook.set_renames({"memory.up": "b.up"})
-    mapper = lora_hook._name_mapper(model)
-    assert mapper._map_name("memory.up.lora_A.weight") == "b.up.lora_A.weight"
-    assert mapper._map_name("a.up.lora_B.weight") == "b.up.lora_B.weight"
-    assert lora_hook._name_mapper(SimpleNamespace())._map_name("a.b") == "a.b"
+    for of, name, renamed in (
+        (model, "memory.up.lora_A.weight", "b.up.lora_A.weight"),
+        (model, "a.up.lora_B.weight", "b.up.lora_B.weight"),
+        (SimpleNamespace(), "a.b", "a.b"),
+    ):
+        assert mapper(of)._map_name(name) == renamed
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,10 @@ class Fake:
     engine: FakeEngine
     replica: VllmReplica
 
+    def alone(self) -> AbstractAsyncContextManager[None]:
+        """Once no other switch is under way."""
+        return self.replica._gate.exclusive()
+
     def calls(self) -> list[str]:
         calls, self.engine.calls = self.engine.calls, []
         return calls
@@ -45,8 +50,9 @@ class Fake:
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[Fake]:
-    engine = FakeEngine()
+async def fake(request: pytest.FixtureRequest) -> AsyncIterator[Fake]:
+    """With one rank, or as many as a test names."""
+    engine = FakeEngine(num_ranks=getattr(request, "param", 1))
     replica = make_replica(engine, in_place=True)
     yield Fake(engine, replica)
     replica._in_place.close()
@@ -118,7 +124,7 @@ async def test_it_ends_by_itself_in_time(fake: Fake, changed: bool) -> None:
     fake.leaves(changed=changed)
     await fake.load(seconds=0.0)
     await fake.until("weft_discard")
-    async with fake.replica._gate.exclusive():
+    async with fake.alone():
         assert fake.replica.loading == ""
         assert bool(fake.replica.dirty_reason) == changed
         assert fake.calls() == [*BEGUN, "weft_discard", *([] if changed else ["resume"])]
@@ -133,7 +139,7 @@ async def test_what_was_loaded_whole_waits_for_a_late_word(fake: Fake, ends: str
     fake.leaves(changed=True, kept=True)
     await fake.load(seconds=0.0)
     await fake.until("weft_discard")
-    async with fake.replica._gate.exclusive():
+    async with fake.alone():
         assert "not committed" in fake.replica.dirty_reason
         assert not fake.replica.loading  # so that its agent looks again
         fake.calls()
@@ -229,50 +235,44 @@ async def test_an_interrupted_beginning_is_dirty(fake: Fake) -> None:
 # -- two ranks -------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def wide() -> AsyncIterator[Fake]:
-    engine = FakeEngine(num_ranks=2)
-    replica = make_replica(engine, in_place=True)
-    yield Fake(engine, replica)
-    replica._in_place.close()
-    await asyncio.sleep(0)
-
-
-async def test_nothing_has_changed_unless_the_receiving_rank_has_begun(wide: Fake) -> None:
-    wide.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED"), ok(1)]
+@pytest.mark.parametrize("fake", [2], indirect=True)
+async def test_nothing_has_changed_unless_the_receiving_rank_has_begun(fake: Fake) -> None:
+    fake.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED"), ok(1)]
     with pytest.raises(NotReadyError):
-        await wide.load()
-    assert wide.calls() == [*BEGUN, "resume"]
-    assert wide.replica.dirty_reason == ""
-    wide.engine.answers["weft_load_in_place"] = lambda: [ok(0), failed("NOT_STAGED", rank=1)]
+        await fake.load()
+    assert fake.calls() == [*BEGUN, "resume"]
+    assert fake.replica.dirty_reason == ""
+    fake.engine.answers["weft_load_in_place"] = lambda: [ok(0), failed("NOT_STAGED", rank=1)]
     with pytest.raises(LoadFailedError, match="rank 1 of 2"):
-        await wide.load()
-    assert wide.calls() == BEGUN  # it stays paused
-    assert wide.replica.dirty_reason
+        await fake.load()
+    assert fake.calls() == BEGUN  # it stays paused
+    assert fake.replica.dirty_reason
 
 
+@pytest.mark.parametrize("fake", [2], indirect=True)
 @pytest.mark.parametrize("kept", [[True, True], [True, False], [False, True]])
-async def test_what_one_rank_alone_has_whole_is_not_kept(wide: Fake, kept: list[bool]) -> None:
+async def test_what_one_rank_alone_has_whole_is_not_kept(fake: Fake, kept: list[bool]) -> None:
     orders = iter([kept, [False, False]])
-    wide.engine.answers["weft_discard"] = lambda: [
+    fake.engine.answers["weft_discard"] = lambda: [
         ok(rank, changed=True, kept=k) for rank, k in enumerate(next(orders))
     ]
-    await wide.load(seconds=0.0)
-    await wide.until("weft_discard")
-    async with wide.replica._gate.exclusive():
-        assert wide.replica.dirty_reason
-        discards = [call for call in wide.calls() if call == "weft_discard"]
+    await fake.load(seconds=0.0)
+    await fake.until("weft_discard")
+    async with fake.alone():
+        assert fake.replica.dirty_reason
+        discards = [call for call in fake.calls() if call == "weft_discard"]
         assert len(discards) == (1 if all(kept) else 2)
-        assert wide.replica._in_place.is_pending("t") == all(kept)
+        assert fake.replica._in_place.is_pending("t") == all(kept)
 
 
-async def test_ranks_that_do_not_agree_are_dirty(wide: Fake) -> None:
-    await wide.load()
-    wide.engine.answers["weft_loaded"] = lambda: [
+@pytest.mark.parametrize("fake", [2], indirect=True)
+async def test_ranks_that_do_not_agree_are_dirty(fake: Fake) -> None:
+    await fake.load()
+    fake.engine.answers["weft_loaded"] = lambda: [
         ok(0, load_seconds=1.0),
         failed("NOT_STAGED", rank=1),
     ]
     with pytest.raises(NotReadyError) as refused:
-        await wide.replica.apply_base("t", BASE, b"")
+        await fake.replica.apply_base("t", BASE, b"")
     assert refused.value.metadata["dirty"] == "true"
-    assert wide.replica.dirty_reason
+    assert fake.replica.dirty_reason

@@ -21,9 +21,14 @@ from weft_rl.contract.checkpoint import (
 from weft_rl.contract.errors import NotReadyError
 
 
+def reader_of(initial_checkpoint: InitialCheckpoint) -> CheckpointReader | None:
+    return initial_checkpoint._reader
+
+
 def settled(initial_checkpoint: InitialCheckpoint) -> Checkpoint:
-    assert initial_checkpoint._reader is not None
-    initial_checkpoint._reader.wait(20)
+    reader = reader_of(initial_checkpoint)
+    assert reader is not None
+    reader.wait(20)
     initial_checkpoint.close()
     return initial_checkpoint.checkpoint
 
@@ -34,9 +39,9 @@ def test_files_are_read_once_wherever_they_turn_out_to_lie(tmp_path: Path) -> No
     initial_checkpoint.read("not/here-yet", None)
     assert initial_checkpoint.checkpoint is READING
     initial_checkpoint.read(str(tmp_path), None, is_loaded=True)
-    reader = initial_checkpoint._reader
+    reader = reader_of(initial_checkpoint)
     initial_checkpoint.read(str(tmp_path), None, is_loaded=True)
-    assert initial_checkpoint._reader is reader
+    assert reader_of(initial_checkpoint) is reader
     assert settled(initial_checkpoint).state is CheckpointState.DIGESTED
 
 
@@ -80,7 +85,7 @@ def test_other_formats_are_not_compared(tmp_path: Path, load_format: str) -> Non
     initial_checkpoint = InitialCheckpoint(load_format, DigestCache(None))
     initial_checkpoint.read(str(tmp_path), None)
     assert load_format in initial_checkpoint.checkpoint.reason
-    assert initial_checkpoint._reader is None
+    assert reader_of(initial_checkpoint) is None
 
 
 def test_dummy_weights(tmp_path: Path) -> None:
