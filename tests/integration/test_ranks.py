@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
+from tests.integration.test_named_tensors import content_digest
 from tests.models import load_hf, make_model
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
@@ -572,11 +573,12 @@ def test_a_rank_that_dies_is_told_of_to_the_others(tmp_path):
 
 def test_senders_go_on_together_when_a_replica_is_lost(tmp_path):
     """Rank 0 waits in mid-push while a replica leaves: both ranks come to the next group, and
-    nothing is sent twice that the survivor has."""
+    nothing is sent twice that the survivors have, one of which loads in place."""
     with running_pool(tmp_path / "weft.db") as pool:
-        kept = EngineDouble(weights(Model(9)))
-        pool.add_replica("replica-0", kept)
+        kept = EngineDouble(weights(Model(9))), EngineDouble(weights(Model(9)), in_place=True)
+        pool.add_replica("replica-0", kept[0])
         pool.add_replica("replica-1", EngineDouble(weights(Model(9))))
+        pool.add_replica("replica-2", kept[1])
         with running_ranks(tmp_path, pool.target, 2) as trainer:
             trainer.do("make", kind="fsdp2")
             trainer.push("base")
@@ -589,8 +591,28 @@ def test_senders_go_on_together_when_a_replica_is_lost(tmp_path):
             (tmp_path / "held").unlink()
             answers = [process.answer(60) for process in trainer.processes]
             assert len({answer.get("version") for answer in answers}) == 1, answers
-            assert same(kept.base, torch.load(tmp_path / "whole.pt"))
+            whole = torch.load(tmp_path / "whole.pt")
+            assert all(same(engine.base, whole) for engine in kept)
             trainer.push("base")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "one-sided"])
+def test_a_version_has_one_digest_whoever_sends_it(backend, tmp_path):
+    """To replicas that stage it, and to those that load each bucket from all senders in place."""
+    with running_pool(tmp_path / "weft.db") as pool:
+        engines = [EngineDouble(weights(Model(9)), in_place=is_so) for is_so in (False, True)]
+        for number, engine in enumerate(engines):
+            pool.add_replica(f"replica-{number}", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.do("save", path=str(tmp_path / "whole.pt"))
+            whole, digests = torch.load(tmp_path / "whole.pt"), set()
+            for max_senders in (1, 2):
+                trainer.do("open", max_senders=max_senders, backend=backend)
+                digests.add(content_digest(pool, trainer.push("base")))
+                assert all(same(engine.base, whole) for engine in engines)
+                trainer.do("close")
+        assert len(digests) == 1
 
 
 def test_a_rank_that_dies_while_it_sends_ends_the_push_for_the_others(tmp_path):

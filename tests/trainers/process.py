@@ -248,7 +248,9 @@ class Rank:
         _, unknown = self._trainer.model.load_state_dict(torch.load(path), strict=False)
         assert not unknown, unknown
 
-    def open(self, max_senders: int | None = None, bucket_bytes: int = 2**14) -> None:
+    def open(
+        self, max_senders: int | None = None, bucket_bytes: int = 2**14, backend: Any = "auto"
+    ) -> None:
         """Make a publisher."""
         self._publisher = Publisher(
             self._target,
@@ -256,6 +258,7 @@ class Rank:
             progress=None,
             bucket_bytes=bucket_bytes,
             max_senders=max_senders,
+            backend=backend,
         )
 
     def push(
