@@ -116,8 +116,9 @@ async def _typed(call: Any) -> Any:
 
 
 @pytest.fixture
-async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
-    pool = Secured(tmp_path)
+async def secured(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Secured]:
+    """Under ``ACCESS``, or the rules that a test names."""
+    pool = Secured(tmp_path, getattr(request, "param", ACCESS))
     await pool.start()
     yield pool
     await pool.stop()
@@ -220,34 +221,26 @@ async def test_who_lives_on_leaves_no_line_and_who_is_refused_does(
     assert shown == [("AcquirePolicy", "OK"), ("RenewLease", "LEASE_FENCED")]
 
 
-async def test_tokens(tmp_path: Path) -> None:
-    pool = Secured(tmp_path, TOKEN_ACCESS)
-    await pool.start()
-    try:
-        tls = Credentials(tls_ca=pool.authority.path)
-        viewer = replace(tls, token=TOKEN)
-        assert (await pool.get_pool(viewer)).coordinator_generation == 1
-        assert await _reason(pool.get_pool(tls)) == "UNAUTHENTICATED"
-        assert await _reason(pool.get_pool(replace(tls, token="guess"))) == "UNAUTHENTICATED"
-        assert await _reason(pool.acquire(viewer, "math")) == "ROLE_MISSING"
-    finally:
-        await pool.stop()
+@pytest.mark.parametrize("secured", [TOKEN_ACCESS], indirect=True)
+async def test_tokens(secured: Secured) -> None:
+    tls = Credentials(tls_ca=secured.authority.path)
+    viewer = replace(tls, token=TOKEN)
+    assert (await secured.get_pool(viewer)).coordinator_generation == 1
+    assert await _reason(secured.get_pool(tls)) == "UNAUTHENTICATED"
+    assert await _reason(secured.get_pool(replace(tls, token="guess"))) == "UNAUTHENTICATED"
+    assert await _reason(secured.acquire(viewer, "math")) == "ROLE_MISSING"
 
 
-async def test_a_token_file_is_read_again(tmp_path: Path) -> None:
-    pool = Secured(tmp_path, TOKEN_ACCESS)
-    await pool.start()
-    try:
-        file = tmp_path / "token"
-        file.write_text("an-old-one\n")
-        viewer = Credentials(tls_ca=pool.authority.path, token_file=str(file))
-        stub = inspect_pb2_grpc.InspectServiceStub(pool.channel(viewer))
-        call = lambda: _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))  # noqa: E731
-        assert await _reason(call()) == "UNAUTHENTICATED"
-        file.write_text(f"{TOKEN}\n")
-        assert (await call()).coordinator_generation == 1
-    finally:
-        await pool.stop()
+@pytest.mark.parametrize("secured", [TOKEN_ACCESS], indirect=True)
+async def test_a_token_file_is_read_again(secured: Secured) -> None:
+    file = secured.folder / "token"
+    file.write_text("an-old-one\n")
+    viewer = Credentials(tls_ca=secured.authority.path, token_file=str(file))
+    stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
+    call = lambda: _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))  # noqa: E731
+    assert await _reason(call()) == "UNAUTHENTICATED"
+    file.write_text(f"{TOKEN}\n")
+    assert (await call()).coordinator_generation == 1
 
 
 def test_a_token_is_not_sent_where_others_read_it() -> None:
@@ -324,24 +317,17 @@ async def test_rules_that_nobody_could_call_under_are_not_used_and_said(
     assert not (await secured.get_pool(viewer)).unused_files
 
 
-async def test_a_lockout_that_is_meant_is_used(
-    secured: Secured, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_meant", [True, False], ids=["meant", "sparing another"])
+async def test_a_lockout_that_is_meant_or_spares_one_who_calls_is_used(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, is_meant: bool
 ) -> None:
     monkeypatch.setattr(guard, "LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     await secured.get_pool(viewer)
-    secured.access.write_text("lock_out = true\n" + ACCESS.replace("viewer.test", "other.test"))
-    assert await _reason(secured.get_pool(viewer)) == "UNAUTHENTICATED"
-
-
-async def test_rules_that_spare_one_who_calls_are_used(
-    secured: Secured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.0)
-    viewer = secured.authority.credentials("viewer.test")
-    await secured.get_pool(viewer)
-    await secured.acquire(secured.authority.credentials("trainer.test"), "math")
-    secured.access.write_text(ACCESS.replace("viewer.test", "other.test"))
+    if not is_meant:
+        await secured.acquire(secured.authority.credentials("trainer.test"), "math")
+    meant = "lock_out = true\n" if is_meant else ""
+    secured.access.write_text(meant + ACCESS.replace("viewer.test", "other.test"))
     assert await _reason(secured.get_pool(viewer)) == "UNAUTHENTICATED"
 
 
@@ -466,26 +452,22 @@ async def test_insecure_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     await made.server.stop(0)
 
 
-async def test_one_identity_has_only_so_much_in_flight(tmp_path: Path) -> None:
-    pool = Secured(tmp_path, ACCESS + "[limits]\nstreams = 2\n")
-    await pool.start()
-    try:
-        viewer = pool.authority.credentials("viewer.test")
-        stub = inspect_pb2_grpc.InspectServiceStub(pool.channel(viewer))
-        watch: Callable[[], Any] = lambda: stub.WatchEvents(  # noqa: E731
-            inspect_pb2.WatchEventsRequest(), timeout=_SECONDS
-        )
-        streams = [watch() for _ in range(2)]
-        waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
-        await asyncio.sleep(0.2)
-        assert await _reason(_typed(anext(aiter(watch())))) == "TOO_MANY_CALLS"
-        assert not any(task.done() for task in waiting)
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await pool.get_pool(viewer)
-    finally:
-        await pool.stop()
+@pytest.mark.parametrize("secured", [ACCESS + "[limits]\nstreams = 2\n"], indirect=True)
+async def test_one_identity_has_only_so_much_in_flight(secured: Secured) -> None:
+    viewer = secured.authority.credentials("viewer.test")
+    stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
+    watch: Callable[[], Any] = lambda: stub.WatchEvents(  # noqa: E731
+        inspect_pb2.WatchEventsRequest(), timeout=_SECONDS
+    )
+    streams = [watch() for _ in range(2)]
+    waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
+    await asyncio.sleep(0.2)
+    assert await _reason(_typed(anext(aiter(watch())))) == "TOO_MANY_CALLS"
+    assert not any(task.done() for task in waiting)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await secured.get_pool(viewer)
 
 
 def _services_of(channel: grpc.aio.Channel, version: str) -> Any:
@@ -503,35 +485,33 @@ def _services_of(channel: grpc.aio.Channel, version: str) -> Any:
     return call(requests(), timeout=_SECONDS)
 
 
+@pytest.mark.parametrize("secured", [ACCESS + "[limits]\nstreams = 2\n"], indirect=True)
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_asks_who_calls_counts_them_and_says_who_was_refused(
-    tmp_path: Path, version: str, caplog: pytest.LogCaptureFixture
+    secured: Secured, version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = Secured(tmp_path, ACCESS + "[limits]\nstreams = 2\n")
-    await pool.start()
-    try:
-        stranger = pool.channel(pool.authority.credentials("nobody.test"))  # of the CA, in no rule
-        with caplog.at_level(logging.INFO, logger="weft_rl.audit"):
-            shown = _typed(anext(aiter(_services_of(stranger, version))))
-            assert await _reason(shown) == "UNAUTHENTICATED"
-        (line,) = [r.message for r in caplog.records if r.name == "weft_rl.audit"]
-        assert "ServerReflectionInfo" in line
-        assert "UNAUTHENTICATED" in line
-        viewer = pool.channel(pool.authority.credentials("viewer.test"))
-        caplog.clear()
-        with caplog.at_level(logging.INFO, logger="weft_rl.audit"):
-            calls = [_services_of(viewer, version) for _ in range(2)]
-            for call in calls:
-                answer = await anext(aiter(call))
-                names = {s.name for s in answer.list_services_response.service}
-                assert "weft.v1.InspectService" in names
-            assert await _reason(_typed(anext(aiter(_services_of(viewer, version))))) == (
-                "TOO_MANY_CALLS"
-            )
-            for call in calls:
-                call.cancel()
-            await pool.get_pool(pool.authority.credentials("viewer.test"))
-        lines = [r.message for r in caplog.records if r.name == "weft_rl.audit"]
-        assert len(lines) == 1, lines  # of the one that was refused
-    finally:
-        await pool.stop()
+    stranger = secured.channel(
+        secured.authority.credentials("nobody.test")
+    )  # of the CA, in no rule
+    with caplog.at_level(logging.INFO, logger="weft_rl.audit"):
+        shown = _typed(anext(aiter(_services_of(stranger, version))))
+        assert await _reason(shown) == "UNAUTHENTICATED"
+    (line,) = [r.message for r in caplog.records if r.name == "weft_rl.audit"]
+    assert "ServerReflectionInfo" in line
+    assert "UNAUTHENTICATED" in line
+    viewer = secured.channel(secured.authority.credentials("viewer.test"))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="weft_rl.audit"):
+        calls = [_services_of(viewer, version) for _ in range(2)]
+        for call in calls:
+            answer = await anext(aiter(call))
+            names = {s.name for s in answer.list_services_response.service}
+            assert "weft.v1.InspectService" in names
+        assert await _reason(_typed(anext(aiter(_services_of(viewer, version))))) == (
+            "TOO_MANY_CALLS"
+        )
+        for call in calls:
+            call.cancel()
+        await secured.get_pool(secured.authority.credentials("viewer.test"))
+    lines = [r.message for r in caplog.records if r.name == "weft_rl.audit"]
+    assert len(lines) == 1, lines  # of the one that was refused

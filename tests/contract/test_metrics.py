@@ -59,7 +59,7 @@ def _no_old_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def _watched(folder: Path, **options: Any) -> AsyncIterator[Pool]:
+async def watched(folder: Path, **options: Any) -> AsyncIterator[Pool]:
     """A pool whose coordinator has both ports."""
     pool = Pool(folder / "catalog.db")
     await pool.start(**{"telemetry": ON_LOOPBACK, **options})
@@ -69,14 +69,14 @@ async def _watched(folder: Path, **options: Any) -> AsyncIterator[Pool]:
         await pool.stop()
 
 
-def _port(pool: Pool) -> int:
+def port_of(pool: Pool) -> int:
     assert pool.coordinator is not None
     return pool.coordinator.ports.metrics_port
 
 
 async def _values(pool: Pool) -> dict[str, float]:
     """By name and values of labels."""
-    answer = await ask(_port(pool))
+    answer = await ask(port_of(pool))
     assert answer.status == 200
     return {
         "/".join([sample.name, *sample.labels.values()]): sample.value
@@ -86,7 +86,7 @@ async def _values(pool: Pool) -> dict[str, float]:
     }
 
 
-def _basic(password: str) -> dict[str, str]:
+def basic(password: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"x:{password}".encode()).decode()}
 
 
@@ -94,7 +94,7 @@ def _basic(password: str) -> dict[str, str]:
 
 
 async def test_a_push_is_counted(tmp_path: Path) -> None:
-    async with _watched(tmp_path) as pool:
+    async with watched(tmp_path) as pool:
         await pool.replica("r0")
         trainer = await pool.trainer()
         assert (await trainer.push()).state == publish_pb2.TRANSFER_STATE_COMMITTED
@@ -114,8 +114,8 @@ async def test_a_push_is_counted(tmp_path: Path) -> None:
 
 
 async def test_pages_and_what_is_none(tmp_path: Path) -> None:
-    async with _watched(tmp_path) as pool:
-        port = _port(pool)
+    async with watched(tmp_path) as pool:
+        port = port_of(pool)
         assert (await ask(port, "/healthz")).body == b"ok\n"
         head = await ask(port, method="HEAD")
         assert (head.status, head.body) == (200, b"")
@@ -133,11 +133,11 @@ async def test_pages_and_what_is_none(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_open_by_default_and_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
-    async with _watched(tmp_path, telemetry=TelemetryConfig()) as pool:
+    async with watched(tmp_path, telemetry=TelemetryConfig()) as pool:
         assert pool.coordinator is not None
         ports = pool.coordinator.ports
         assert (ports.metrics_port, ports.health_port) == (0, 0)
-    async with _watched(tmp_path) as pool:
+    async with watched(tmp_path) as pool:
         for taken in ("metrics", "health"):
             assert pool.coordinator is not None
             port = getattr(pool.coordinator.ports, f"{taken}_port")
@@ -154,7 +154,7 @@ async def test_nothing_is_open_by_default_and_a_port_that_is_taken_is_said(tmp_p
 async def test_the_health_port_serves_health_alone_without_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     (tmp_path / "access.toml").write_text(ACCESS)
-    async with _watched(
+    async with watched(
         tmp_path,
         credentials=authority.credentials("localhost", "127.0.0.1"),
         access=tmp_path / "access.toml",
@@ -203,14 +203,14 @@ async def test_metrics_auth_asks_for_the_token_of_who_may_inspect(
     pool = Pool(tmp_path / "catalog.db")
     await pool.start(telemetry=asking, access=tmp_path / "access.toml")
     try:
-        port = _port(pool)
-        for headers in ({}, _basic("guess"), _basic(""), {"Authorization": "Basic %%%"}):
+        port = port_of(pool)
+        for headers in ({}, basic("guess"), basic(""), {"Authorization": "Basic %%%"}):
             refused = await ask(port, headers=headers)
             assert refused.status == 401
             assert refused.headers["www-authenticate"].startswith("Basic ")
             assert b"weft_" not in refused.body
-        assert (await ask(port, headers=_basic(TRAINERS))).status == 403
-        assert (await ask(port, headers=_basic(TOKEN))).status == 200
+        assert (await ask(port, headers=basic(TRAINERS))).status == 403
+        assert (await ask(port, headers=basic(TOKEN))).status == 200
         assert (await ask(port, headers={"Authorization": f"Bearer {TOKEN}"})).status == 200
         assert (await ask(port, "/healthz")).status == 200, "a probe has no password"
     finally:
@@ -224,13 +224,13 @@ async def test_metrics_auth_asks_for_the_token_of_who_may_inspect(
 async def test_metrics_auth_takes_certificates_where_the_pool_does(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     (tmp_path / "access.toml").write_text(BY_CERTIFICATE)
-    async with _watched(
+    async with watched(
         tmp_path,
         credentials=authority.credentials("localhost", "127.0.0.1"),
         access=tmp_path / "access.toml",
         telemetry=TelemetryConfig(metrics="127.0.0.1:0", metrics_auth=True),
     ) as pool:
-        port = _port(pool)
+        port = port_of(pool)
         known = _client(authority, authority.credentials("prometheus.test"))
         assert (await ask(port, tls=known)).status == 200
         other = _client(authority, authority.credentials("other.test"))
@@ -250,8 +250,8 @@ async def test_metrics_auth_takes_certificates_where_the_pool_does(tmp_path: Pat
 async def test_https_uses_certificates_as_they_are_rotated(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     own = authority.credentials("localhost", "127.0.0.1")
-    async with _watched(tmp_path, credentials=own) as pool:
-        port, client = _port(pool), _client(authority)
+    async with watched(tmp_path, credentials=own) as pool:
+        port, client = port_of(pool), _client(authority)
         assert (await ask(port, tls=client)).status == 200
         yesterday = datetime.now(UTC) - timedelta(days=1)
         authority.issue(own.tls_cert, own.tls_key, "localhost", not_after=yesterday)
@@ -299,27 +299,29 @@ async def test_what_nobody_could_read_is_refused_at_the_start(
 # -- what readers can cost ---------------------------------------------------------------
 
 
-async def test_two_hundred_scrapes_and_some_that_never_read_hold_up_no_push(
+async def test_scrapes_pages_and_some_that_never_read_hold_up_no_push(
     tmp_path: Path,
 ) -> None:
-    async with _watched(tmp_path, lost_after_seconds=60.0) as pool:
+    async with watched(tmp_path, lost_after_seconds=60.0) as pool:
         await pool.replica("r0")
         trainer = await pool.trainer()
         await trainer.push()
-        port, threads = _port(pool), threading.active_count()
+        port, threads = port_of(pool), threading.active_count()
         silent = []
         for _ in range(40):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
             silent.append(writer)
-        scrapes = [asyncio.ensure_future(ask(port)) for _ in range(200)]
+        polls = ["/v1/pool.json", "/v1/transfers.json"] * 40  # by pages that are open
+        scrapes = [asyncio.ensure_future(ask(port, path)) for path in ["/metrics"] * 200 + polls]
         for _ in range(3):
             transfer = await trainer.push(timeout=None)
             assert transfer.state == publish_pb2.TRANSFER_STATE_COMMITTED
         assert threading.active_count() == threads, "no thread for a connection"
         answers = await asyncio.gather(*scrapes)
         assert {answer.status for answer in answers} == {200}
+        assert all(b"TRANSFER_STATE_COMMITTED" in answer.body for answer in answers[200:])
         seen = await _values(pool)
         assert seen["weft_pushes_finished_total/adapter/committed"] == 4
         for writer in silent:
@@ -330,8 +332,8 @@ async def test_of_too_many_connections_the_oldest_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
-    async with _watched(tmp_path) as pool:
-        port = _port(pool)
+    async with watched(tmp_path) as pool:
+        port = port_of(pool)
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         idle[0][1].write(b"GET /met")  # it will never say the rest
         assert (await ask(port, "/healthz")).status == 200
@@ -348,9 +350,9 @@ async def test_a_connection_that_asks_nothing_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.1)
-    async with _watched(tmp_path) as pool:
+    async with watched(tmp_path) as pool:
         for first in (b"", b"GET /metr", b"\x16\x03\x01"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", _port(pool))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(pool))
             writer.write(first)
             async with asyncio.timeout(5):
                 assert not await _rest(reader)

@@ -21,10 +21,8 @@ from tests.doubles.trainer import FakeTrainer
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from weft_rl.cli.status import render
 from weft_rl.contract.errors import (
-    BaseMismatchError,
     LeaseFencedError,
     NotFiniteError,
-    NotFoundError,
     PeerUnavailableError,
     PolicyOwnedError,
 )
@@ -274,28 +272,38 @@ async def test_begin_transfer(pool: Pool, changes: dict[str, Any], code: str, re
     assert (await trainer.push()).version.version == 1  # nothing was burnt
 
 
-async def test_begin_transfer_for_another_base(pool: Pool) -> None:
-    await pool.replica()
-    trainer = await pool.trainer()
-    spec = adapter_spec()
-    spec.base_fingerprint = "0" * 64
-    error = await fails(trainer.begin(adapter=spec), "FAILED_PRECONDITION", "BASE_MISMATCH")
-    assert isinstance(error, BaseMismatchError)
+_OF_ANOTHER_BASE = adapter_spec()
+_OF_ANOTHER_BASE.base_fingerprint = "0" * 64
 
 
-async def test_begin_transfer_of_a_wrong_base(pool: Pool) -> None:
-    await pool.replica()
-    trainer = await pool.trainer(policy="base")
-    trainer.manifest = plan_buckets(REFERENCE.tensors[:-1])
-    await trainer.put_manifest()
-    error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_MANIFEST")
-    assert "model.norm.weight" in error.message
-
-
-async def test_begin_transfer_without_lora(pool: Pool) -> None:
-    await pool.replica(lora_enabled=False)
-    trainer = await pool.trainer()
-    await fails(trainer.begin(), "FAILED_PRECONDITION", "LORA_DISABLED")
+@pytest.mark.parametrize(
+    ("replica", "policy", "changes", "how", "names"),
+    [
+        ({}, "math", {"adapter": _OF_ANOTHER_BASE},
+         "FAILED_PRECONDITION/BASE_MISMATCH", ""),
+        ({"lora_enabled": False}, "math", {}, "FAILED_PRECONDITION/LORA_DISABLED", ""),
+        ({"lora_unapplied": ("model.layers.0",)}, "math", {},
+         "INVALID_ARGUMENT/INVALID_ADAPTER", "model.layers.0."),
+        ({}, "base", {}, "INVALID_ARGUMENT/INVALID_MANIFEST", "model.norm.weight"),
+        ({"loads_in_place": True}, "base", {"check_finite": True},
+         "UNIMPLEMENTED/UNSUPPORTED", "r0"),
+    ],
+)  # fmt: skip
+async def test_begin_transfer_of_what_replicas_cannot_take(
+    pool: Pool,
+    replica: dict[str, Any],
+    policy: str,
+    changes: dict[str, Any],
+    how: str,
+    names: str,
+) -> None:
+    await pool.replica(**replica)
+    trainer = await pool.trainer(policy=policy)
+    if policy == "base" and not changes:
+        trainer.manifest = plan_buckets(REFERENCE.tensors[:-1])
+        await trainer.put_manifest()
+    error = await fails(trainer.begin(**changes), *how.split("/"))
+    assert names in f"{error.message} {error.metadata}"
 
 
 async def test_begin_transfer_without_room_says_where_and_when_to_retry(pool: Pool) -> None:
@@ -317,13 +325,6 @@ async def test_whoever_says_nothing_requires_one_replica(pool: Pool) -> None:
     assert list(begun.replica_ids) == ["r0"]
 
 
-async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) -> None:
-    await pool.replica(loads_in_place=True)
-    trainer = await pool.trainer(policy="base")
-    error = await fails(trainer.begin(check_finite=True), "UNIMPLEMENTED", "UNSUPPORTED")
-    assert error.metadata["replica"] == "r0"
-
-
 async def test_a_base_is_refused_where_one_replica_cannot_load_it(pool: Pool) -> None:
     await pool.replica("r0")
     await pool.replica("r1", base_refusal="its reload would leave mixed weights" + "." * 1000)
@@ -334,13 +335,6 @@ async def test_a_base_is_refused_where_one_replica_cannot_load_it(pool: Pool) ->
     assert len(error.message) < 700
     other = await pool.trainer("t2")
     await other.push()
-
-
-async def test_a_lora_that_a_replica_ignores_is_refused(pool: Pool) -> None:
-    await pool.replica("r0", lora_unapplied=("model.layers.0",))
-    trainer = await pool.trainer()
-    error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_ADAPTER")
-    assert error.metadata["parameter"].startswith("model.layers.0.")
 
 
 async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
@@ -410,17 +404,6 @@ async def test_begin_transfer_with_a_used_request_id(pool: Pool) -> None:
     await fails(trainer.begin(request_id="once"), "ALREADY_EXISTS", "REQUEST_CONFLICT")
 
 
-async def test_unknown_transfers(pool: Pool) -> None:
-    trainer = await pool.trainer()
-    for call in (
-        trainer.wait("t-nope"),
-        trainer.stub.AbortTransfer(publish_pb2.AbortTransferRequest(transfer_id="t-nope")),
-        trainer.inspect.GetTransfer(inspect_pb2.GetTransferRequest(transfer_id="t-nope")),
-    ):
-        error = await fails(call, "NOT_FOUND", "TRANSFER_UNKNOWN")
-        assert isinstance(error, NotFoundError)
-
-
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_push_whose_begin_was_not_answered_is_given_up_by_its_request_id(
     pool: Pool, waits: bool
@@ -453,6 +436,12 @@ async def test_a_push_whose_begin_was_not_answered_is_given_up_by_its_request_id
 async def test_abort_transfer(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer()
+    for call in (
+        trainer.wait("t-nope"),
+        trainer.stub.AbortTransfer(publish_pb2.AbortTransferRequest(transfer_id="t-nope")),
+        trainer.inspect.GetTransfer(inspect_pb2.GetTransferRequest(transfer_id="t-nope")),
+    ):
+        await fails(call, "NOT_FOUND", "TRANSFER_UNKNOWN")
     done = await trainer.push()
     ask = publish_pb2.AbortTransferRequest
     request = ask(transfer_id=done.transfer_id, policy="math", fencing_token=1)

@@ -47,29 +47,6 @@ async def test_base_push_releases_every_bucket_and_keeps_the_group(pool: Pool) -
     ]
 
 
-async def test_trainers_alternate_on_one_pool(pool: Pool) -> None:
-    replica = await pool.replica()
-    trainers = [await pool.trainer(f"t{i}", f"policy-{i}") for i in range(3)]
-
-    async def three(trainer: object) -> None:
-        for _ in range(3):
-            await trainer.push()  # type: ignore[attr-defined]
-
-    await asyncio.gather(*map(three, trainers))
-    assert {p: e.alias for p, e in replica.vector.adapters.items()} == {
-        f"policy-{i}": 3 for i in range(3)
-    }
-
-
-async def test_push_into_an_empty_pool_waits_for_a_replica(pool: Pool) -> None:
-    trainer = await pool.trainer()
-    pushing = asyncio.create_task(trainer.push())
-    await asyncio.sleep(0.05)
-    assert not pushing.done()
-    await pool.replica()
-    assert (await pushing).version.version == 1
-
-
 async def test_late_replica_is_pending_until_the_next_push(pool: Pool) -> None:
     await pool.replica("r0")
     trainer = await pool.trainer()
@@ -83,23 +60,6 @@ async def test_late_replica_is_pending_until_the_next_push(pool: Pool) -> None:
     ]
     assert (await trainer.push()).epoch == 2
     assert await late.heartbeat()
-
-
-async def test_retention_reaches_replicas_and_catalog(pool: Pool) -> None:
-    await pool.restart(retain_versions=2)
-    replica = await pool.replica()
-    trainer = await pool.trainer()
-    for _ in range(4):
-        await trainer.push()
-    async with asyncio.timeout(8):
-        while replica.vector.adapters["math"].versions != (3, 4):
-            await asyncio.sleep(0.02)
-        while True:
-            policies = await trainer.inspect.ListPolicies(inspect_pb2.ListPoliciesRequest())
-            if list(policies.policies[0].versions) == [3, 4]:
-                break
-            await asyncio.sleep(0.02)
-    assert replica.vector.adapters["math"].alias == 4
 
 
 async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:

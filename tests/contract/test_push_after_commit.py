@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import LEFT_DIRTY, LOAD_FAILED
+from tests.doubles.replicas import LOAD_FAILED
 from trainer_side.push_result import missing_replicas
 from weft_rl.contract.errors import (
     CapacityError,
@@ -64,36 +64,6 @@ async def test_a_restarted_coordinator_counts_who_is_there(pool: Pool) -> None:
     assert list(transfer.serving_replica_ids) == ["r1"]
 
 
-async def test_one_replica_that_cannot_load_leaves_service(pool: Pool) -> None:
-    replicas = [await pool.replica(f"r{i}") for i in range(2)]
-    trainer = await pool.trainer()
-    replicas[1].commit_error = LEFT_DIRTY
-    assert (await trainer.push()).state == publish_pb2.TRANSFER_STATE_COMMITTED
-    listed = await trainer.inspect.ListReplicas(inspect_pb2.ListReplicasRequest())
-    assert [r.state for r in listed.replicas] == [
-        inspect_pb2.REPLICA_STATE_READY,
-        inspect_pb2.REPLICA_STATE_QUARANTINED,
-    ]
-
-
-async def test_when_none_can_load_the_trainer_is_told_and_the_pool_goes_on(pool: Pool) -> None:
-    replica = await pool.replica()
-    trainer = await pool.trainer()
-    await trainer.push()
-    replica.commit_error = LOAD_FAILED
-    error = await error_of(trainer.push())
-    assert error.reason == "LOAD_FAILED"
-    assert "the engine said no" in error.message
-    assert await replica.heartbeat()
-    listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-    assert [v.state for v in listed.versions] == [
-        inspect_pb2.VERSION_STATE_FAILED,
-        inspect_pb2.VERSION_STATE_COMMITTED,
-    ]
-    replica.commit_error = None
-    assert (await trainer.push()).version.version == 3
-
-
 async def test_a_switch_that_takes_too_long_is_not_waited_for(pool: Pool) -> None:
     await pool.restart(commit_timeout_seconds=0.2)
     fast, slow = [await pool.replica(f"r{i}") for i in range(2)]
@@ -112,6 +82,7 @@ async def test_a_switch_that_takes_too_long_is_not_waited_for(pool: Pool) -> Non
         InvalidNameError("'math' is the name of the base model here"),
         DigestMismatchError("other bytes are staged"),
         CapacityError("no memory"),
+        LOAD_FAILED,
     ],
     ids=lambda error: error.reason,
 )

@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue
-from tests.contract.calls import refusal
+from tests.contract.calls import error_of, refusal
 from tests.contract.served_replica import BASE_1, MANIFEST, Served
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
@@ -148,19 +148,28 @@ async def test_an_order_that_names_nothing(
     assert not served.agent.serving.retiring
 
 
-@pytest.mark.parametrize("served", [True], indirect=True)
-async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
-    assert await refusal(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+async def _arrive(served: Served, value: int = 0) -> None:
+    """A base comes to a load in place, and ends, with 99 for its digest."""
     arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
     served.engine.store.put_handoff(arriving)
     for _ in range(2):  # idempotent
         await served.stub.LoadTransfer(_load())
-    wire = torch.full((MANIFEST.wire_bytes,), 7, dtype=torch.uint8)
+    wire = torch.full((MANIFEST.wire_bytes,), value, dtype=torch.uint8)
     arriving.put(0, wire, [99])
     await asyncio.to_thread(arriving.wait_complete, lambda: None)
+
+
+def _commit_of(digest: int) -> replica_pb2.CommitTransferRequest:
     commit = replica_pb2.CommitTransferRequest(transfer_id="t1", version=BASE_1)
-    commit.content_digest.value = content_digest([99])
-    response = await served.stub.CommitTransfer(commit)
+    commit.content_digest.value = content_digest([digest])
+    return commit
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
+    assert await refusal(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+    await _arrive(served, 7)
+    response = await served.stub.CommitTransfer(_commit_of(99))
     assert vector_from_proto(response.version_vector).base == 1
     assert list(response.retained_base_versions) == []
     assert response.pause.ToTimedelta() >= response.load.ToTimedelta()
@@ -170,11 +179,7 @@ async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
 
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
-    arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
-    served.engine.store.put_handoff(arriving)
-    await served.stub.LoadTransfer(_load())
-    arriving.put(0, torch.zeros(MANIFEST.wire_bytes, dtype=torch.uint8), [99])
-    await asyncio.to_thread(arriving.wait_complete, lambda: None)
+    await _arrive(served)
     for _ in range(2):  # idempotent
         await served.stub.DiscardTransfer(replica_pb2.DiscardTransferRequest(transfer_id="t1"))
     status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
@@ -185,16 +190,8 @@ async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
 
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_other_bytes_than_those_to_be_committed_are_dirty(served: Served) -> None:
-    arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
-    served.engine.store.put_handoff(arriving)
-    await served.stub.LoadTransfer(_load())
-    arriving.put(0, torch.zeros(MANIFEST.wire_bytes, dtype=torch.uint8), [99])
-    await asyncio.to_thread(arriving.wait_complete, lambda: None)
-    commit = replica_pb2.CommitTransferRequest(transfer_id="t1", version=BASE_1)
-    commit.content_digest.value = content_digest([98])
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.stub.CommitTransfer(commit)
-    error = error_from_rpc(refused.value)
+    await _arrive(served)
+    error = await error_of(served.stub.CommitTransfer(_commit_of(98)))
     assert (error.reason, error.metadata["dirty"]) == ("LOAD_FAILED", "true")
     status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
     assert status.report.dirty_reason == error.message

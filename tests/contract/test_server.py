@@ -21,6 +21,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from tests.contract.calls import error_of, fails
 from tests.contract.conftest import Pool
 from tests.waits import until
 from weft_rl.contract.errors import (
@@ -85,67 +86,60 @@ class _Raising(inspect_pb2_grpc.InspectServiceServicer):
 
 
 @pytest.fixture
-async def raising() -> AsyncIterator[tuple[_Raising, str]]:
+async def raising() -> AsyncIterator[tuple[_Raising, grpc.aio.Channel]]:
     servicer = _Raising()
     add = inspect_pb2_grpc.add_InspectServiceServicer_to_server
     made = await make_server([Servicer("weft.v1.InspectService", servicer, add)])
     port = bind(made.server, "127.0.0.1:0")
     await made.server.start()
-    yield servicer, f"127.0.0.1:{port}"
+    async with open_aio_channel(f"127.0.0.1:{port}") as channel:
+        yield servicer, channel
     await made.server.stop(0)
 
 
-async def test_every_reason_arrives_as_its_type(raising: tuple[_Raising, str]) -> None:
-    servicer, target = raising
-    async with open_aio_channel(target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        for reason, kind in REASONS.items():
-            servicer.error = error_from_reason(reason, f"about {reason}", {"member": "r0"})
-            with pytest.raises(grpc.RpcError) as failed:
-                await stub.GetPool(inspect_pb2.GetPoolRequest())
-            error = error_from_rpc(failed.value)
-            assert type(error) is kind
-            assert (error.reason, error.message) == (reason, f"about {reason}")
-            assert error.metadata == {"member": "r0"}
-            assert failed.value.code().name == kind.status
-        assert servicer.calls == len(REASONS)  # typed failures are not retried blindly
+Raising = tuple[_Raising, grpc.aio.Channel]
 
 
-async def test_streams_fail_as_typed_too(raising: tuple[_Raising, str]) -> None:
-    servicer, target = raising
+def _get_pool(channel: grpc.aio.Channel) -> Any:
+    return inspect_pb2_grpc.InspectServiceStub(channel).GetPool(inspect_pb2.GetPoolRequest())
+
+
+async def test_every_reason_arrives_as_its_type(raising: Raising) -> None:
+    servicer, channel = raising
+    for reason, kind in REASONS.items():
+        servicer.error = error_from_reason(reason, f"about {reason}", {"member": "r0"})
+        error = await fails(_get_pool(channel), kind.status, reason)
+        assert type(error) is kind
+        assert (error.message, error.metadata) == (f"about {reason}", {"member": "r0"})
+    assert servicer.calls == len(REASONS)  # typed failures are not retried blindly
+
+
+async def test_streams_fail_as_typed_too(raising: Raising) -> None:
+    servicer, channel = raising
     servicer.error = CapacityError("too slow", reason="TOO_SLOW")
-    async with open_aio_channel(target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest())
-        assert (await stream.read()).subject == "first"
-        with pytest.raises(grpc.RpcError) as failed:
-            await stream.read()
-        assert error_from_rpc(failed.value).reason == "TOO_SLOW"
+    stub = inspect_pb2_grpc.InspectServiceStub(channel)
+    stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest())
+    assert (await stream.read()).subject == "first"
+    assert (await error_of(stream)).reason == "TOO_SLOW"
 
 
 async def test_a_bug_is_logged_here_and_internal_there(
-    raising: tuple[_Raising, str], caplog: pytest.LogCaptureFixture
+    raising: Raising, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servicer, target = raising
+    servicer, channel = raising
     servicer.error = ZeroDivisionError("secret detail")
-    async with open_aio_channel(target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as failed:
-            await stub.GetPool(inspect_pb2.GetPoolRequest())
+    with pytest.raises(grpc.RpcError) as failed:
+        await _get_pool(channel)
     assert failed.value.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in failed.value.details()
     assert "secret detail" in caplog.text
 
 
-async def test_a_very_long_message_still_arrives(raising: tuple[_Raising, str]) -> None:
-    servicer, target = raising
+async def test_a_very_long_message_still_arrives(raising: Raising) -> None:
+    servicer, channel = raising
     metadata = {f"key{i}": "v" * 9000 for i in range(50)}
     servicer.error = InvalidRequestError("ä" * 50_000, metadata=metadata)
-    async with open_aio_channel(target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as failed:
-            await stub.GetPool(inspect_pb2.GetPoolRequest())
-    assert isinstance(error_from_rpc(failed.value), InvalidRequestError)
+    assert isinstance(await error_of(_get_pool(channel)), InvalidRequestError)
 
 
 def test_capacity_says_when_to_retry() -> None:
@@ -156,35 +150,19 @@ def test_capacity_says_when_to_retry() -> None:
     ]
 
 
-async def test_failures_without_details(raising: tuple[_Raising, str]) -> None:
-    _, target = raising
-    with open_channel("127.0.0.1:1") as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as failed:
-            stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=5)
-        away = error_from_rpc(failed.value)
-        assert isinstance(away, PeerUnavailableError)
-        assert away.reason == "COORDINATOR_AWAY"
-    async with open_aio_channel(target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as failed:
-            await stub.ListReplicas(inspect_pb2.ListReplicasRequest())
-        assert isinstance(error_from_rpc(failed.value), UnsupportedError)
-        elsewhere = registry_pb2_grpc.RegistryServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as failed:
-            await elsewhere.Leave(registry_pb2.LeaveRequest())
-        assert error_from_rpc(failed.value).message.startswith("UNIMPLEMENTED")
-        with pytest.raises(grpc.RpcError) as failed:
-            await stub.ListPolicies(inspect_pb2.ListPoliciesRequest(), timeout=0.05)
-        assert isinstance(error_from_rpc(failed.value), TransferTimeoutError)
-
-
-async def test_a_taken_port_is_a_clear_error(raising: tuple[_Raising, str]) -> None:
-    _, target = raising
-    made = await make_server([])
-    with pytest.raises(NotReadyError, match="another process has the port"):
-        bind(made.server, target)
-    await made.server.stop(0)
+async def test_failures_without_details(raising: Raising) -> None:
+    _, channel = raising
+    async with open_aio_channel("127.0.0.1:1") as away:
+        error = await error_of(_get_pool(away))
+        assert (type(error), error.reason) == (PeerUnavailableError, "COORDINATOR_AWAY")
+    stub = inspect_pb2_grpc.InspectServiceStub(channel)
+    error = await error_of(stub.ListReplicas(inspect_pb2.ListReplicasRequest()))
+    assert isinstance(error, UnsupportedError)
+    elsewhere = registry_pb2_grpc.RegistryServiceStub(channel)
+    error = await error_of(elsewhere.Leave(registry_pb2.LeaveRequest()))
+    assert error.message.startswith("UNIMPLEMENTED")
+    late = stub.ListPolicies(inspect_pb2.ListPoliciesRequest(), timeout=0.05)
+    assert isinstance(await error_of(late), TransferTimeoutError)
 
 
 async def test_health(pool: Pool) -> None:
