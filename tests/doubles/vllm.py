@@ -302,3 +302,9 @@ def make_replica(
         ),
         spill_folder=spill_folder if spills else None,
     )
+
+
+def started(num_ranks: int = 1, **settings: Any) -> tuple[FakeEngine, VllmReplica]:
+    """Return an engine, and a replica of it with these settings of ``make_replica``."""
+    engine = FakeEngine(num_ranks)
+    return engine, make_replica(engine, **settings)

@@ -14,7 +14,7 @@ from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter, WorkerUsage
 from rollout_side.vllm_engine.worker.rank_results import RankResult
-from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok
+from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok, started
 from weft_rl.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -42,8 +42,7 @@ async def test_a_restore_is_waited_for() -> None:
 
 
 async def test_a_restore_that_takes_too_long_is_dropped() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, restore_seconds=0.0, spills=True)
+    engine, replica = started(restore_seconds=0.0, spills=True)
     with pytest.raises(TransferTimeoutError):
         await replica.restore("t", BASE, b"d", b"l")
     assert engine.calls[-1] == "weft_discard"
@@ -72,8 +71,7 @@ async def test_a_switch_of_the_base() -> None:
 
 
 async def test_a_draft_is_of_the_base_that_brought_it() -> None:
-    engine = FakeEngine(num_ranks=2)
-    replica = make_replica(engine, draft_fingerprint="d")
+    engine, replica = started(2, draft_fingerprint="d")
     assert replica.report.draft_version == 0
     engine.answers["weft_apply_base"] = lambda: [ok(0, has_draft=True), ok(1, has_draft=True)]
     await replica.apply_base("t", BASE, b"")
@@ -97,8 +95,7 @@ async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None
 
 
 async def test_nothing_changed_means_that_requests_go_on() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine)
+    engine, replica = started()
     engine.answers["weft_apply_base"] = lambda: [failed("NOT_STAGED")]
     with pytest.raises(NotReadyError):
         await replica.apply_base("t", BASE, b"")
@@ -115,8 +112,7 @@ async def test_nothing_changed_means_that_requests_go_on() -> None:
     ids=["a rank says so", "one rank loaded, one did not"],
 )
 async def test_mixed_weights_stay_paused_until_a_base_loads(answers: list[RankResult]) -> None:
-    engine = FakeEngine(num_ranks=2)
-    replica = make_replica(engine)
+    engine, replica = started(2)
     engine.answers["weft_apply_base"] = lambda: answers
     with pytest.raises(Exception, match="rank 0 of 2") as raised:
         await replica.apply_base("t", BASE, b"")
@@ -134,9 +130,8 @@ async def test_mixed_weights_stay_paused_until_a_base_loads(answers: list[RankRe
 
 
 async def test_a_cache_that_cannot_be_reset_is_not_served_from() -> None:
-    engine = FakeEngine()
+    engine, replica = started()
     engine.reset_works = False
-    replica = make_replica(engine)
     with pytest.raises(LoadFailedError, match="KV cache"):
         await replica.apply_base("t", BASE, b"")
     assert "resume" not in engine.calls
@@ -145,8 +140,7 @@ async def test_a_cache_that_cannot_be_reset_is_not_served_from() -> None:
 
 @pytest.mark.parametrize("method", ["weft_apply_base", "weft_load_adapter"])
 async def test_an_overrun_is_dirty_and_is_not_cancelled(method: str) -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, load_seconds=0.01)
+    engine, replica = started(load_seconds=0.01)
     engine.hang[method] = asyncio.Event()
     switch = (
         replica.apply_base("t", BASE, b"")
@@ -164,8 +158,7 @@ async def test_an_overrun_is_dirty_and_is_not_cancelled(method: str) -> None:
 @pytest.mark.parametrize("method", ["weft_pin_bases", "weft_join", "weft_spill", "weft_held"])
 async def test_workers_that_were_away_for_a_while_need_no_repair(method: str) -> None:
     """Stopped for longer than any call may take, and back."""
-    engine = FakeEngine()
-    replica = make_replica(engine, call_seconds=0.01, spills=True)
+    engine, replica = started(call_seconds=0.01, spills=True)
     away = engine.hang[method] = asyncio.Event()
     calls: dict[str, Callable[[], Awaitable[Any]]] = {
         "weft_pin_bases": lambda: replica.pin_bases([3]),
@@ -184,8 +177,7 @@ async def test_workers_that_were_away_for_a_while_need_no_repair(method: str) ->
 
 
 async def test_a_pause_that_comes_late_is_taken_back() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, call_seconds=0.01)
+    engine, replica = started(call_seconds=0.01)
     away = engine.hang["pause"] = asyncio.Event()
     with pytest.raises(TransferTimeoutError, match="pausing"):
         await replica.apply_base("t", BASE, b"")
@@ -196,8 +188,7 @@ async def test_a_pause_that_comes_late_is_taken_back() -> None:
 
 async def test_a_resume_that_is_late_after_a_load_is_dirty() -> None:
     """Whoever asked is told of a failure, so nobody may take it for what it served."""
-    engine = FakeEngine()
-    replica = make_replica(engine, call_seconds=0.01)
+    engine, replica = started(call_seconds=0.01)
     away = engine.hang["resume"] = asyncio.Event()
     with pytest.raises(LoadFailedError, match="resuming"):
         await replica.apply_base("t", BASE, b"")
@@ -215,8 +206,7 @@ async def test_an_adapter_is_dropped_once_the_workers_are_back(
         return SimpleNamespace(lora_name=str(version), lora_path=path, lora_int_id=number)
 
     monkeypatch.setattr(lora_hook, "lora_request", request)
-    engine = FakeEngine()
-    replica = make_replica(engine, call_seconds=0.01)
+    engine, replica = started(call_seconds=0.01)
     old, new = PolicyVersion("math", 1), PolicyVersion("math", 2)
     for version in (old, new):
         await replica.load_adapter("t", version, "{}", b"")
@@ -231,8 +221,7 @@ async def test_an_adapter_is_dropped_once_the_workers_are_back(
 
 
 async def test_an_interrupted_switch_is_dirty() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine)
+    engine, replica = started()
     engine.hang["weft_apply_base"] = asyncio.Event()
     task = asyncio.create_task(replica.apply_base("t", BASE, b""))
     while "weft_apply_base" not in engine.calls:

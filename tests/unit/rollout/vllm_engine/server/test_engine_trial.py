@@ -123,10 +123,23 @@ async def test_a_plain_prompt_is_tried_past_its_first_token_and_leaves_no_trace(
     assert engine.counted  # from then on
 
 
-async def test_a_draft_is_tried_as_far_as_it_is_verified() -> None:
-    engine = Engine(drafts=3)
+@pytest.mark.parametrize(
+    ("what", "makes_adapters", "max_tokens"),
+    [
+        ({"drafts": 3}, True, [5]),  # as far as a draft is verified
+        ({"items": {"image": 0}}, True, [2]),  # --limit-mm-per-prompt
+        ({"lora": True}, False, [2]),
+        ({"tasks": ("embed",)}, True, []),
+    ],
+    ids=["draft", "no items", "no adapters", "pooling"],
+)
+async def test_what_is_not_served_is_not_tried(
+    what: dict[str, Any], makes_adapters: bool, max_tokens: list[int]
+) -> None:
+    engine = Engine(**what)
+    engine.makes_adapters = makes_adapters
     await engine.try_it()
-    assert engine.asked[0][1].max_tokens == 5
+    assert [params.max_tokens for _, params, _ in engine.asked] == max_tokens
 
 
 async def test_each_kind_that_is_served_is_tried() -> None:
@@ -139,12 +152,6 @@ async def test_each_kind_that_is_served_is_tried() -> None:
     assert len(sound[0]["multi_modal_data"]["audio"][0]) == 16_000
     assert engine.trials == ["weft_begin_trial", "weft_end_trial"] * 4
     assert engine.emptied == EMPTIED
-
-
-async def test_items_that_a_replica_takes_none_of_are_not_tried() -> None:
-    engine = Engine(items={"image": 0})  # --limit-mm-per-prompt
-    await engine.try_it()
-    assert len(engine.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,16 +191,3 @@ async def test_a_prompt_that_vllm_refuses_proves_nothing() -> None:
     engine.refuses = (2,)
     await engine.try_it()
     assert engine.emptied == EMPTIED
-
-
-async def test_a_model_without_adapters_is_tried_without() -> None:
-    engine = Engine(lora=True)
-    engine.makes_adapters = False
-    await engine.try_it()
-    assert len(engine.asked) == 1
-
-
-async def test_a_pooling_model_is_not_asked_for_tokens() -> None:
-    engine = Engine(tasks=("embed",))
-    await engine.try_it()
-    assert not engine.asked

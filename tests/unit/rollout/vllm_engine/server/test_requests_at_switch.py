@@ -16,7 +16,13 @@ from rollout_side.vllm_engine.compat.requests import KEEP_REQUESTS
 from rollout_side.vllm_engine.replica import VllmReplica
 from rollout_side.vllm_engine.server import request_gate
 from rollout_side.vllm_engine.server.requests_at_switch import EngineCaches
-from tests.doubles.vllm import BASE, FakeEngine, GeneratingEngine, make_replica, sampling_params
+from tests.doubles.vllm import (
+    BASE,
+    FakeEngine,
+    GeneratingEngine,
+    make_replica,
+    sampling_params,
+)
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, VersionChangedError
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion

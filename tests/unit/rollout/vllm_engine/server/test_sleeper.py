@@ -10,7 +10,7 @@ from rollout_side.agent.serving import OrderQueue, SleepOrders
 from rollout_side.engine import SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.replica import VllmReplica
-from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
+from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok, started
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
@@ -39,14 +39,18 @@ async def fall_asleep(replica: VllmReplica, order: SleepOrder) -> None:
     await SleepOrders(replica, OrderQueue()).fall_asleep(order)
 
 
+async def _asleep(*, level: int = 1) -> tuple[FakeEngine, VllmReplica]:
+    engine, replica = started(can_sleep=True)
+    await fall_asleep(replica, _order(level=level))
+    return engine, replica
+
+
 def _refused(replica: VllmReplica) -> str:
     return replica.tracker.refuse_reason
 
 
 async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order())
+    engine, replica = await _asleep()
     assert engine.calls == SLEPT
     assert replica.asleep == Sleep("t1")
     assert _refused(replica) == (
@@ -76,9 +80,7 @@ async def test_one_that_was_not_started_for_it_is_refused() -> None:
 
 
 async def test_a_base_wakes_the_weights_and_nothing_else() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order())
+    engine, replica = await _asleep()
     await replica.apply_base("t", BASE, b"")
     assert engine.calls == [*SLEPT, "wake weights", "weft_wake", *LOADED]  # it stays paused
     assert replica.asleep == Sleep("t1", weights_awake=True)
@@ -89,9 +91,7 @@ async def test_a_base_wakes_the_weights_and_nothing_else() -> None:
 
 
 async def test_woken_weights_are_not_woken_twice() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order())
+    engine, replica = await _asleep()
     await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
     await replica.wake_up()
     assert engine.calls.count("wake weights") == 1
@@ -99,8 +99,7 @@ async def test_woken_weights_are_not_woken_twice() -> None:
 
 
 async def test_asleep_no_adapter_is_dropped() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    engine, replica = started(can_sleep=True)
     version = PolicyVersion("math", 1)
     await replica.load_adapter("t", version, "{}", b"")
     await replica.load_adapter("u", PolicyVersion("math", 2), "{}", b"")
@@ -114,8 +113,7 @@ async def test_asleep_no_adapter_is_dropped() -> None:
 
 
 async def test_requests_finish_first() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    engine, replica = started(can_sleep=True)
     with replica.tracker.running():
         sleeping = asyncio.create_task(fall_asleep(replica, _order()))
         await asyncio.sleep(0.05)
@@ -126,8 +124,7 @@ async def test_requests_finish_first() -> None:
 
 
 async def test_requests_that_do_not_finish_leave_it_awake() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    engine, replica = started(can_sleep=True)
     with replica.tracker.running(), pytest.raises(TransferTimeoutError, match="1 requests"):
         await fall_asleep(replica, _order(seconds=0.05))
     assert engine.calls == []
@@ -135,8 +132,7 @@ async def test_requests_that_do_not_finish_leave_it_awake() -> None:
 
 
 async def test_requests_are_aborted_until_none_is_left() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    engine, replica = started(can_sleep=True)
     with replica.tracker.running():
         sleeping = asyncio.create_task(fall_asleep(replica, _order(aborts=True)))
         while engine.calls.count("abort all") < 2:
@@ -146,9 +142,8 @@ async def test_requests_are_aborted_until_none_is_left() -> None:
 
 
 async def test_a_dirty_engine_aborts_requests_and_stays_paused() -> None:
-    engine = FakeEngine()
+    engine, replica = started(can_sleep=True)
     engine.answers["weft_apply_base"] = lambda: [failed("LOAD_FAILED", dirty=True)]
-    replica = make_replica(engine, can_sleep=True)
     with pytest.raises(LoadFailedError):
         await replica.apply_base("t", BASE, b"")
     with replica.tracker.running():
@@ -161,8 +156,7 @@ async def test_a_dirty_engine_aborts_requests_and_stays_paused() -> None:
 
 async def test_a_commit_does_not_wait_for_requests_that_a_sleep_waits_for() -> None:
     """And requests continue after it."""
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    engine, replica = started(can_sleep=True)
     with replica.tracker.running():
         sleeping = asyncio.create_task(fall_asleep(replica, _order()))
         await asyncio.sleep(0.05)
@@ -176,8 +170,7 @@ async def test_a_commit_does_not_wait_for_requests_that_a_sleep_waits_for() -> N
 
 
 async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    engine, replica = started(can_sleep=True)
     orders = SleepOrders(replica, queue := OrderQueue())
     loading = asyncio.Event()
     with replica.tracker.running():
@@ -199,8 +192,7 @@ async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None
 
 
 async def test_a_newer_order_takes_the_place_of_one_that_waits() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    _, replica = started(can_sleep=True)
     orders = SleepOrders(replica, OrderQueue())
     with replica.tracker.running():
         first = asyncio.create_task(orders.fall_asleep(_order(seconds=0.1)))
@@ -215,9 +207,8 @@ async def test_a_newer_order_takes_the_place_of_one_that_waits() -> None:
 
 
 async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
-    engine = FakeEngine()
+    engine, replica = started(can_sleep=True)
     engine.hang["sleep"] = asyncio.Event()
-    replica = make_replica(engine, can_sleep=True)
     orders = SleepOrders(replica, OrderQueue())
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
     while "sleep 1" not in engine.calls:
@@ -233,8 +224,7 @@ async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
 
 
 async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    _, replica = started(can_sleep=True)
     orders = SleepOrders(replica, queue := OrderQueue())
     loading = asyncio.Event()
     switch = asyncio.create_task(queue.run(loading.wait(), "loading"))
@@ -251,8 +241,7 @@ async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn
 
 
 async def test_one_whose_caller_goes_away_is_carried_out() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
+    _, replica = started(can_sleep=True)
     orders = SleepOrders(replica, OrderQueue())
     with replica.tracker.running():
         call = asyncio.create_task(orders.fall_asleep(_order()))
@@ -265,12 +254,13 @@ async def test_one_whose_caller_goes_away_is_carried_out() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_who_reads_the_weights_is_waited_for() -> None:
-    engine = FakeEngine(num_ranks=2)
+@pytest.mark.parametrize("level", [1, 2])
+async def test_who_reads_the_weights_is_waited_for(level: int) -> None:
+    """And what stays awake has discarded nothing."""
+    engine, replica = started(2, can_sleep=True)
     engine.answers["weft_sleep"] = lambda: [ok(is_free=False), ok(1, is_free=True)]
-    replica = make_replica(engine, can_sleep=True)
     with pytest.raises(TransferTimeoutError, match="is being cloned"):
-        await fall_asleep(replica, _order(seconds=0.05))
+        await fall_asleep(replica, _order(level=level, seconds=0.05))
     assert engine.calls[-2:] == ["weft_wake", "weft_awake"]
     assert (replica.asleep, _refused(replica)) == (None, "")
 
@@ -292,18 +282,16 @@ async def test_who_reads_the_weights_keeps_no_commit_waiting() -> None:
 
 
 async def test_a_worker_that_fails_before_leaves_it_awake() -> None:
-    engine = FakeEngine()
+    engine, replica = started(can_sleep=True)
     engine.answers["weft_sleep"] = lambda: [failed("INTERNAL")]
-    replica = make_replica(engine, can_sleep=True)
     with pytest.raises(Exception, match="no"):
         await fall_asleep(replica, _order())
     assert (replica.asleep, _refused(replica)) == (None, "")
 
 
 async def test_an_engine_that_does_not_answer_is_taken_to_sleep_and_dirty() -> None:
-    engine = FakeEngine()
+    engine, replica = started(can_sleep=True, call_seconds=0.05)
     engine.hang["sleep"] = asyncio.Event()
-    replica = make_replica(engine, can_sleep=True, call_seconds=0.05)
     with pytest.raises(LoadFailedError, match="falling asleep"):
         await fall_asleep(replica, _order())
     assert replica.asleep == Sleep("t1")
@@ -315,9 +303,8 @@ async def test_an_engine_that_does_not_answer_is_taken_to_sleep_and_dirty() -> N
 
 async def test_an_engine_that_fails_as_it_falls_asleep_is_never_woken() -> None:
     """It takes itself to be awake, and waking it would leave garbage in its memory."""
-    engine = FakeEngine()
+    engine, replica = started(can_sleep=True)
     engine.failures["sleep"] = RuntimeError("half of it is gone")
-    replica = make_replica(engine, can_sleep=True)
     with pytest.raises(LoadFailedError, match=r"half of it is gone.*restart") as caught:
         await fall_asleep(replica, _order())
     assert caught.value.metadata == {"dirty": "true"}
@@ -335,9 +322,7 @@ WOKEN = ["wake weights", "weft_wake discarded"]
 
 
 async def test_without_its_weights_it_wakes_with_those_that_were_pushed() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order(level=2))
+    engine, replica = await _asleep(level=2)
     assert replica.asleep == Sleep("t1", level=2)
     assert replica.lacks_base
     await replica.apply_base("t", BASE, b"")
@@ -364,9 +349,7 @@ async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
 
 
 async def test_what_it_was_started_with_comes_from_its_files() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order(level=2))
+    engine, replica = await _asleep(level=2)
     await replica.wake_up()
     loaded = ["pause", "weft_apply_base", "base@0", "reset", "weft_keep_base", "resume"]
     assert engine.calls == [*DISCARDED, *WOKEN, "wake kv_cache", "weft_awake", "pause", *loaded]
@@ -374,9 +357,8 @@ async def test_what_it_was_started_with_comes_from_its_files() -> None:
 
 
 async def test_with_nothing_to_load_it_is_awake_and_dirty_until_a_base_comes() -> None:
-    engine = FakeEngine()
+    engine, replica = started(can_sleep=True)
     engine.answers["weft_held"] = lambda: [failed("VERSION_UNKNOWN")]
-    replica = make_replica(engine, can_sleep=True)
     await replica.apply_base("t0", BASE, b"")
     await fall_asleep(replica, _order(level=2))
     await replica.wake_up()
@@ -390,9 +372,7 @@ async def test_with_nothing_to_load_it_is_awake_and_dirty_until_a_base_comes() -
 
 
 async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order(level=2))
+    engine, replica = await _asleep(level=2)
     await fall_asleep(replica, _order(level=1))
     assert replica.asleep == Sleep("t1", level=2)
     assert replica.lacks_base
@@ -407,26 +387,14 @@ async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True)
-    await fall_asleep(replica, _order())
+    engine, replica = await _asleep()
     await replica.apply_base("t", BASE, b"")
     await fall_asleep(replica, _order())
     assert engine.calls[-3:] == ["weft_sleep", "wake kv_cache", "sleep 1"]
 
 
-async def test_one_that_stays_awake_has_discarded_nothing() -> None:
-    engine = FakeEngine()
-    engine.answers["weft_sleep"] = lambda: [ok(is_free=False)]
-    replica = make_replica(engine, can_sleep=True)
-    with pytest.raises(TransferTimeoutError):
-        await fall_asleep(replica, _order(level=2, seconds=0.05))
-    assert engine.calls[-2:] == ["weft_wake", "weft_awake"]
-
-
 async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True, in_place=True)
+    _, replica = started(can_sleep=True, in_place=True)
     await replica.load_in_place("t", BASE, 5.0)
     with pytest.raises(NotReadyError) as caught:
         await fall_asleep(replica, _order())
@@ -435,8 +403,7 @@ async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
 
 
 async def test_nothing_sleeps_that_has_begun_to_load_in_place_as_requests_ended() -> None:
-    engine = FakeEngine()
-    replica = make_replica(engine, can_sleep=True, in_place=True)
+    engine, replica = started(can_sleep=True, in_place=True)
     with replica.tracker.running():
         sleeping = asyncio.create_task(fall_asleep(replica, _order()))
         await asyncio.sleep(0.05)
