@@ -40,4 +40,4 @@ async def eventually(
     """Wait, on the loop of the caller, until a condition holds or its coroutine returns true."""
     async with asyncio.timeout(seconds):
         while not (await found if inspect.isawaitable(found := condition()) else found):
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)

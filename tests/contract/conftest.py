@@ -24,7 +24,7 @@ from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.server import Coordinator
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.security.credentials import UNUSED_FILES
-from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc
+from weft_rl.v1 import admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc
 
 
 class Pool:
@@ -68,6 +68,25 @@ class Pool:
                 made.session_id = former.session_id
         self.things.append(made)
         return await made.ready()
+
+    def newcomer(self, trainer_id: str = "trainer", policy: str = "math") -> FakeTrainer:
+        """A trainer that has asked for nothing yet."""
+        made = FakeTrainer(self.target, trainer_id, policy)
+        self.things.append(made)
+        return made
+
+    async def order(self, method: str, request: Any, timeout: float = 10.0) -> Any:
+        """What AdminService answers."""
+        async with open_aio_channel(self.target) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            return await getattr(stub, method)(request, timeout=timeout)
+
+    async def versions(self, policy: str = "math") -> list[inspect_pb2.Version]:
+        """The versions of a policy, newest first."""
+        async with open_aio_channel(self.target) as channel:
+            stub = inspect_pb2_grpc.InspectServiceStub(channel)
+            request = inspect_pb2.ListVersionsRequest(policy=policy)
+            return list((await stub.ListVersions(request, timeout=10)).versions)
 
     async def seen(self) -> inspect_pb2.GetPoolResponse:
         """What anybody sees of it."""

@@ -130,13 +130,6 @@ async def _reason(call: Any) -> str:
     return caught.value.reason
 
 
-async def test_a_certificate_with_the_role_is_answered(secured: Secured) -> None:
-    viewer = secured.authority.credentials("viewer.test")
-    assert (await secured.get_pool(viewer)).coordinator_generation == 1
-    trainer = secured.authority.credentials("trainer.test")
-    assert (await secured.acquire(trainer, "code-7")).lease.fencing_token == 1
-
-
 async def test_a_replica_with_a_certificate_asks_before_it_loads_its_model(
     secured: Secured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

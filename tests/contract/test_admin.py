@@ -8,38 +8,28 @@ from tests.contract.calls import refusal, refused
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import LOAD_FAILED
 from tests.doubles.tiny_model import CAPABILITIES
-from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import duration_from_proto, duration_to_proto, vector_to_proto
 from weft_rl.v1 import (
     admin_pb2,
-    admin_pb2_grpc,
     inspect_pb2,
-    inspect_pb2_grpc,
     publish_pb2,
     registry_pb2,
     types_pb2,
 )
 
 
-async def _rollback(pool: Pool, policy: str, to: int, timeout: float = 10.0) -> Any:
-    async with open_aio_channel(pool.target) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        request = admin_pb2.RollbackRequest(policy=policy, to_version=to)
-        return await stub.Rollback(request, timeout=timeout)
+def _rollback(pool: Pool, policy: str, to: int, timeout: float = 10.0) -> Any:
+    request = admin_pb2.RollbackRequest(policy=policy, to_version=to)
+    return pool.order("Rollback", request, timeout)
 
 
-async def _pin(pool: Pool, policy: str, version: int, *, pinned: bool = True) -> None:
-    async with open_aio_channel(pool.target) as channel:
-        wanted = types_pb2.PolicyVersion(policy=policy, version=version)
-        request = admin_pb2.PinRequest(version=wanted, pinned=pinned)
-        await admin_pb2_grpc.AdminServiceStub(channel).Pin(request, timeout=10)
+def _pin(pool: Pool, policy: str, version: int, *, pinned: bool = True) -> Any:
+    wanted = types_pb2.PolicyVersion(policy=policy, version=version)
+    return pool.order("Pin", admin_pb2.PinRequest(version=wanted, pinned=pinned))
 
 
 async def _policy(pool: Pool, name: str) -> inspect_pb2.Policy:
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        policies = (await stub.ListPolicies(inspect_pb2.ListPoliciesRequest())).policies
-    return next(policy for policy in policies if policy.policy == name)
+    return next(policy for policy in (await pool.seen()).policies if policy.policy == name)
 
 
 async def test_rollback_of_an_adapter(pool: Pool) -> None:

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
 import pytest
 
 from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import REFERENCE
 from weft_rl.cli import orders
 from weft_rl.contract.errors import NotReadyError
-from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, registry_pb2, types_pb2
+from weft_rl.v1 import admin_pb2, inspect_pb2, types_pb2
 
 OTHER = "0" * 64
 
 
-async def _call(pool: Pool, method: str, request: Any) -> Any:
-    async with open_aio_channel(pool.target) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        return await getattr(stub, method)(request, timeout=10)
-
-
 async def _base(pool: Pool) -> admin_pb2.GetBaseResponse:
-    return await _call(pool, "GetBase", admin_pb2.GetBaseRequest())
-
-
-async def _leave(replica: FakeReplica) -> None:
-    gone = registry_pb2.LeaveRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
-    await replica.registry.Leave(gone)
+    return await pool.order("GetBase", admin_pb2.GetBaseRequest())
 
 
 async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
@@ -44,17 +30,17 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     await trainer.push()
     bound = admin_pb2.RebindBaseRequest(base_fingerprint=REFERENCE.fingerprint)
     other = admin_pb2.RebindBaseRequest(base_fingerprint=OTHER)
-    assert await refusal(_call(pool, "RebindBase", other)) == "FAILED_PRECONDITION/BASE_MISMATCH"
+    assert await refusal(pool.order("RebindBase", other)) == "FAILED_PRECONDITION/BASE_MISMATCH"
     in_contact = "FAILED_PRECONDITION/REPLICAS_IN_CONTACT"
-    assert await refusal(_call(pool, "RebindBase", bound)) == in_contact
+    assert await refusal(pool.order("RebindBase", bound)) == in_contact
     with pytest.raises(NotReadyError, match="r0 would be left"):
         await asyncio.to_thread(orders.base, rebind=True, coordinator=pool.target)
-    await _leave(replica)
+    await replica.leave()
     waiting = asyncio.create_task(trainer.begin())
     while not (await _base(pool)).num_transfers:
         await asyncio.sleep(0.01)
     under_way = "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
-    assert await refusal(_call(pool, "RebindBase", bound)) == under_way
+    assert await refusal(pool.order("RebindBase", bound)) == under_way
     waiting.cancel()
     while (await _base(pool)).num_transfers:
         await asyncio.sleep(0.01)
@@ -67,11 +53,10 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     assert "the pool is bound to no base model" in shown
     await pool.restart()
     assert not (await _base(pool)).base_fingerprint
-    versions = inspect_pb2.ListVersionsRequest(policy="math")
-    trainer = await pool.trainer()
-    (kept,) = (await trainer.inspect.ListVersions(versions)).versions
+    (kept,) = await pool.versions()
     assert kept.state == inspect_pb2.VERSION_STATE_RETIRED
     await pool.replica("r1")
+    trainer = await pool.trainer()
     assert (await trainer.push()).version == types_pb2.PolicyVersion(policy="math", version=2)
 
 
@@ -80,7 +65,7 @@ async def test_a_wrong_first_model_is_forgotten_with_its_replica(pool: Pool) -> 
     with pytest.raises(grpc.aio.AioRpcError, match="weft base --rebind") as caught:
         await pool.replica("r1")
     assert error_from_rpc(caught.value).reason == "BASE_MISMATCH"
-    await _leave(wrong)
+    await wrong.leave()
     await pool.replica("r2")
     assert (await _base(pool)).base_fingerprint == REFERENCE.fingerprint
     await (await pool.trainer()).push()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from tests.contract.calls import refusal, refused
 from tests.contract.conftest import Pool
 from tests.waits import eventually
-from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import duration_from_proto, duration_to_proto
 from weft_rl.v1 import admin_pb2 as pb
-from weft_rl.v1 import admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, registry_pb2, types_pb2
-
-
-async def _admin(pool: Pool, method: str, request: Any) -> Any:
-    async with open_aio_channel(pool.target) as channel:
-        return await getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request, timeout=10)
+from weft_rl.v1 import inspect_pb2, registry_pb2, types_pb2
 
 
 async def _state(pool: Pool, replica_id: str = "r0") -> tuple[str, str]:
@@ -33,7 +26,7 @@ async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
     replica = await pool.replica()
     request = pb.CordonRequest(replica_id="r0", reason="new disk")
     for _ in range(2):
-        await _admin(pool, "Cordon", request)
+        await pool.order("Cordon", request)
     assert await _state(pool) == ("OUT_OF_SERVICE", "by an operator: new disk")
     assert not await replica.heartbeat()
     await (await pool.trainer()).push()
@@ -41,27 +34,25 @@ async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
     await pool.restart()
     order = (await pool.seen()).problems[-1]
     assert order.message == "r0 is not in the pool, and out of service by an operator: new disk"
-    await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
+    await pool.order("Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
     assert "r0" not in str((await pool.seen()).problems)
 
 
 async def test_one_that_is_kept_out_is_told_to_refuse(pool: Pool) -> None:
     replica = await pool.replica()
     request = pb.CordonRequest(replica_id="r0", no_pushes=True, reason="x" * 600)
-    await _admin(pool, "Cordon", request)
+    await pool.order("Cordon", request)
     state, reason = await _state(pool)
     assert state == "OUT_OF_SERVICE"
     assert len(reason.partition(";")[0]) == len("by an operator: ") + 500
-    async with asyncio.timeout(10):
-        while "refuse" not in replica.calls:  # without a heartbeat
-            await asyncio.sleep(0.01)
+    await eventually(lambda: "refuse" in replica.calls)  # without a heartbeat
     assert replica.refusing.startswith("an operator took this replica out of service: xxx")
     response = await replica.registry.Heartbeat(
         registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
     )
     assert response.refuse_reason.startswith("an operator took this replica out of service: xxx")
     for _ in range(2):
-        await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))
+        await pool.order("Uncordon", pb.UncordonRequest(replica_id="r0"))
     async with asyncio.timeout(10):
         while (await _state(pool))[0] != "READY":
             await asyncio.sleep(0.01)
@@ -71,12 +62,12 @@ async def test_one_that_is_kept_out_is_told_to_refuse(pool: Pool) -> None:
 async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
     replica = await pool.replica()
     drain = pb.DrainRequest(replica_id="r0", reason="old card")
-    await _admin(pool, "Drain", drain)
+    await pool.order("Drain", drain)
     (seen,) = (await pool.seen()).replicas
     assert seen.state == inspect_pb2.REPLICA_STATE_DRAINING
     assert 200 < duration_from_proto(seen.report.drain.time_left) <= 300
     drain.timeout.CopyFrom(duration_to_proto(20.0))
-    await _admin(pool, "Drain", drain)
+    await pool.order("Drain", drain)
     beat = registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
     response = await replica.registry.Heartbeat(beat)
     assert response.drain.reason == "by an operator: old card"
@@ -84,9 +75,7 @@ async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
     assert not response.in_transfer
     beat.report.drain.time_left.CopyFrom(duration_to_proto(5.0))
     assert duration_from_proto((await replica.registry.Heartbeat(beat)).drain.time_left) <= 5
-    await replica.registry.Leave(
-        registry_pb2.LeaveRequest(replica_id="r0", incarnation=replica.incarnation)
-    )
+    await replica.leave()
     assert (await _state(pool))[0] == "ABSENT"
 
 
@@ -112,10 +101,10 @@ async def test_orders_that_cannot_be_given(pool: Pool) -> None:
         ("Uncordon", pb.UncordonRequest(replica_id="r9")),
         ("Drain", pb.DrainRequest(replica_id="r9")),
     ):
-        assert await refusal(_admin(pool, method, request)) == "NOT_FOUND/REPLICA_UNKNOWN"
+        assert await refusal(pool.order(method, request)) == "NOT_FOUND/REPLICA_UNKNOWN"
     for seconds in (-1, 1_000_000):
         request = pb.DrainRequest(replica_id="r0", timeout=Duration(seconds=seconds))
-        assert await refusal(_admin(pool, "Drain", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+        assert await refusal(pool.order("Drain", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
 
 
 async def test_retire(pool: Pool) -> None:
@@ -127,7 +116,7 @@ async def test_retire(pool: Pool) -> None:
 
     async def retire(policy: str, version: int) -> None:
         wanted = types_pb2.PolicyVersion(policy=policy, version=version)
-        await _admin(pool, "Retire", pb.RetireRequest(version=wanted))
+        await pool.order("Retire", pb.RetireRequest(version=wanted))
 
     assert await refusal(retire("math", 2)) == "FAILED_PRECONDITION/VERSION_IN_USE"
     assert await refusal(retire("math", 9)) == "NOT_FOUND/VERSION_UNKNOWN"
@@ -137,10 +126,8 @@ async def test_retire(pool: Pool) -> None:
         await retire("math", 1)
     math = next(p for p in (await pool.seen()).policies if p.policy == "math")
     assert list(math.versions) == [2]
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        listed = await stub.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-    assert [v.state for v in listed.versions] == [
+    listed = await pool.versions()
+    assert [v.state for v in listed] == [
         inspect_pb2.VERSION_STATE_COMMITTED,
         inspect_pb2.VERSION_STATE_RETIRED,
     ]
@@ -156,7 +143,7 @@ async def test_forget(pool: Pool) -> None:
 
     async def forget(policy: str, *, force: bool = False) -> list[int]:
         request = pb.ForgetPolicyRequest(policy=policy, force=force)
-        answer = await _admin(pool, "ForgetPolicy", request)
+        answer = await pool.order("ForgetPolicy", request)
         return [v.version for v in answer.retired_versions]
 
     assert await refusal(forget("no")) == "NOT_FOUND/POLICY_UNKNOWN"
@@ -176,10 +163,8 @@ async def test_forget(pool: Pool) -> None:
     await replica.follow(pool.target)
     await replica.register()
     assert [p.policy for p in (await pool.seen()).policies] == ["base"]
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        listed = await stub.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-    assert [v.state for v in listed.versions] == [inspect_pb2.VERSION_STATE_RETIRED] * 2
+    listed = await pool.versions()
+    assert [v.state for v in listed] == [inspect_pb2.VERSION_STATE_RETIRED] * 2
     again = await pool.trainer("another")
     assert (await again.push()).version.version == 3
     assert [p.policy for p in (await pool.seen()).policies] == ["base", "math"]
@@ -196,7 +181,7 @@ async def test_what_replicas_switch_to_is_not_forgotten(pool: Pool) -> None:
 
     await eventually(is_committing)
     request = pb.ForgetPolicyRequest(policy="math", force=True)
-    status = await refusal(_admin(pool, "ForgetPolicy", request))
+    status = await refusal(pool.order("ForgetPolicy", request))
     assert status == "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
     replica.commit_gate.set()
     await push
@@ -211,7 +196,7 @@ async def test_retention(pool: Pool) -> None:
 
     async def retain(policy: str, num_versions: int) -> int:
         request = pb.SetRetentionRequest(policy=policy, num_versions=num_versions)
-        return (await _admin(pool, "SetRetention", request)).num_versions
+        return (await pool.order("SetRetention", request)).num_versions
 
     assert await refusal(retain("no", 2)) == "NOT_FOUND/POLICY_UNKNOWN"
     assert await refusal(retain("base", 2)) == "UNIMPLEMENTED/UNSUPPORTED"

@@ -39,7 +39,7 @@ async def test_check_replica(pool: Pool) -> None:
     await fails(call, "INVALID_ARGUMENT", "INVALID_NAME")
     for free in (_request(replica_id="r1"), _request(incarnation=one.incarnation)):
         await one.registry.CheckReplica(free)
-    await one.registry.Leave(pb.LeaveRequest(replica_id="r0", incarnation=one.incarnation))
+    await one.leave()
     await one.registry.CheckReplica(_request())
 
 

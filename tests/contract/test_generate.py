@@ -150,9 +150,7 @@ async def test_an_answer_is_aborted_where_it_has_tokens(served: Served) -> None:
     await served.commit("base@1")
     call, first = await _begun(served, _request("base@1", max_tokens=200))
     waiting = served.generate.Generate(_request("base@1", max_tokens=5))
-    async with asyncio.timeout(10):
-        while served.engine.num_requests() < 2:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: served.engine.num_requests() >= 2)
     await served.commit("base@2")
     served.engine.stepping.set()
     responses = [first]
@@ -305,14 +303,6 @@ async def _is_running(served: Served) -> bool:
         (_request("base", stop_token_ids=range(1025)), "INVALID_REQUEST"),
         (_request("base", temperature=float("nan")), "INVALID_REQUEST"),
         (_request("base", seed=-1), "INVALID_REQUEST"),
-        (_request("base", temperature=-1), "INVALID_REQUEST"),
-        (_request("base", temperature=1e39), "INVALID_REQUEST"),
-        (_request("base", temperature=0, num_samples=2), "INVALID_REQUEST"),
-        (_request("base", top_p=0), "INVALID_REQUEST"),
-        (_request("base", top_p=1.1), "INVALID_REQUEST"),
-        (_request("base", min_p=-0.1), "INVALID_REQUEST"),
-        (_request("base", repetition_penalty=0), "INVALID_REQUEST"),
-        (_request("base", stop=[""]), "INVALID_REQUEST"),
         (_request("base", min_tokens=3, max_tokens=2), "INVALID_REQUEST"),
     ],
 )

@@ -323,8 +323,7 @@ async def test_listings_show_digests_as_errors_do(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer()
     transfer = await trainer.push()
-    versions = inspect_pb2.ListVersionsRequest(policy="math")
-    (version,) = (await trainer.inspect.ListVersions(versions)).versions
+    (version,) = await pool.versions()
     await pool.restart()
     trainer = await pool.trainer()
     recorded = await trainer.wait(transfer.transfer_id)

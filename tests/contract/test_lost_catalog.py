@@ -7,13 +7,11 @@ from rich.console import Console
 
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
-from tests.doubles.trainer import FakeTrainer
 from tests.waits import eventually
 from weft_rl.cli.status import render
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
-from weft_rl.rpc.channel import open_aio_channel
-from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, types_pb2
+from weft_rl.v1 import admin_pb2, inspect_pb2, types_pb2
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
 OTHER = b"\2" * 8
@@ -46,15 +44,11 @@ async def test_replicas_stay_and_what_they_hold_is_served(pool: Pool) -> None:
     answers = [await replica.register() for replica in replicas]
     assert [answer.coordinator_generation for answer in answers] == [2, 2], "it was 1 before"
     await _serves_math(pool, *replicas)
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        listed = await stub.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-    (version,) = listed.versions
+    (version,) = await pool.versions()
     assert version.state == inspect_pb2.VERSION_STATE_COMMITTED
     assert version.content_digest == pushed.content_digest
     assert version.layout_digest == pushed.layout_digest
-    again = FakeTrainer(pool.target)
-    pool.things.append(again)
+    again = pool.newcomer()
     lease = await again.acquire(last_version=1, last_fencing_token=5)
     assert lease.fencing_token > 5
     await again.put_manifest()
@@ -105,11 +99,9 @@ async def test_orders_of_operators_outlive_the_catalog(pool: Pool) -> None:
     trainer = await pool.trainer()
     for _ in range(3):
         await trainer.push()
-    async with open_aio_channel(pool.target) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        await stub.Rollback(admin_pb2.RollbackRequest(policy="math", to_version=1), timeout=10)
-        order = admin_pb2.CordonRequest(replica_id="r1", reason="nonsense", no_pushes=True)
-        await stub.Cordon(order)
+    await pool.order("Rollback", admin_pb2.RollbackRequest(policy="math", to_version=1))
+    cordon = admin_pb2.CordonRequest(replica_id="r1", reason="nonsense", no_pushes=True)
+    await pool.order("Cordon", cordon)
     assert [await replica.heartbeat() for replica in replicas] == [True, False]
     num_switches = len(replicas[0].switches)
     await _lose(pool, *replicas)

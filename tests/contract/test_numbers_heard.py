@@ -34,9 +34,8 @@ async def _register(replica: FakeReplica, **fields: Any) -> registry_pb2.Registe
 
 
 async def _trainer(pool: Pool, session_id: str = "", **told: int) -> FakeTrainer:
-    made = FakeTrainer(pool.target)
+    made = pool.newcomer()
     made.session_id = session_id or made.session_id
-    pool.things.append(made)
     await made.acquire(**told)
     await made.put_manifest()
     return made

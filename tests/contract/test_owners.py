@@ -13,16 +13,14 @@ from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from tests.doubles.trainer import FakeTrainer
 from tests.waits import eventually
-from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import admin_pb2, admin_pb2_grpc, publish_pb2
+from weft_rl.v1 import admin_pb2, publish_pb2
 
 
 async def _again(pool: Pool, former: FakeTrainer) -> FakeTrainer:
     """The same process, with a connection to the coordinator that is up now."""
-    made = FakeTrainer(pool.target, former.trainer_id, former.policy)
+    made = pool.newcomer(former.trainer_id, former.policy)
     made.session_id, made.token = former.session_id, former.token
-    pool.things.append(made)
     return made
 
 
@@ -33,12 +31,6 @@ def _renewal(trainer: FakeTrainer) -> Awaitable[publish_pb2.RenewLeaseResponse]:
     return trainer.stub.RenewLease(request)
 
 
-def _other(pool: Pool, trainer_id: str = "other") -> FakeTrainer:
-    made = FakeTrainer(pool.target, trainer_id)
-    pool.things.append(made)
-    return made
-
-
 @pytest.mark.parametrize("has_pushed", [True, False])
 async def test_a_living_owner_keeps_its_policy(pool: Pool, has_pushed: bool) -> None:
     await pool.restart(lease_seconds=60.0)
@@ -47,11 +39,9 @@ async def test_a_living_owner_keeps_its_policy(pool: Pool, has_pushed: bool) -> 
     if has_pushed:
         await former.push()
     await pool.restart(lease_seconds=60.0)
-    assert await refusal(_other(pool).acquire()) == "ALREADY_EXISTS/POLICY_OWNED"
-    async with open_aio_channel(pool.target) as channel:
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
-        forget = admin_pb2.ForgetPolicyRequest(policy="math")
-        assert await refusal(admin.ForgetPolicy(forget)) == "ALREADY_EXISTS/POLICY_OWNED"
+    assert await refusal(pool.newcomer("other").acquire()) == "ALREADY_EXISTS/POLICY_OWNED"
+    forget = admin_pb2.ForgetPolicyRequest(policy="math")
+    assert await refusal(pool.order("ForgetPolicy", forget)) == "ALREADY_EXISTS/POLICY_OWNED"
     trainer = await _again(pool, former)
     assert (await _renewal(trainer)).lease.fencing_token == former.token
     assert (await trainer.acquire()).fencing_token == former.token
@@ -67,7 +57,7 @@ async def test_one_that_died_meanwhile_is_waited_for_once_and_its_token_stays_fe
     former = await pool.trainer()
     await former.push()
     await pool.restart(lease_seconds=0.6)
-    other = _other(pool)
+    other = pool.newcomer("other")
     assert await refusal(other.acquire()) == "ALREADY_EXISTS/POLICY_OWNED"
     late = await _again(pool, former)
 
@@ -80,7 +70,7 @@ async def test_one_that_died_meanwhile_is_waited_for_once_and_its_token_stays_fe
     await pool.restart(lease_seconds=0.6)
     late = await _again(pool, former)
     assert await refusal(_renewal(late)) == "ABORTED/LEASE_FENCED"
-    assert (await _other(pool).acquire()).fencing_token > former.token
+    assert (await pool.newcomer("other").acquire()).fencing_token > former.token
 
 
 async def test_what_was_given_back_or_taken_over_stays_so(pool: Pool) -> None:
@@ -89,9 +79,9 @@ async def test_what_was_given_back_or_taken_over_stays_so(pool: Pool) -> None:
         publish_pb2.ReleasePolicyRequest(policy="math", fencing_token=former.token)
     )
     await pool.restart()
-    taken = _other(pool)
+    taken = pool.newcomer("other")
     await taken.acquire()
-    heir = _other(pool)
+    heir = pool.newcomer("other")
     await heir.acquire(displaced_token=taken.token)
     await pool.restart()
     assert await refusal(_renewal(await _again(pool, taken))) == "ABORTED/LEASE_FENCED"
@@ -103,15 +93,14 @@ async def test_an_owner_is_given_the_time_that_it_was_told(pool: Pool) -> None:
     await pool.trainer()
     await pool.restart(lease_seconds=0.3)
     await asyncio.sleep(0.8)
-    assert await refusal(_other(pool).acquire()) == "ALREADY_EXISTS/POLICY_OWNED"
+    assert await refusal(pool.newcomer("other").acquire()) == "ALREADY_EXISTS/POLICY_OWNED"
 
 
 async def test_policies_are_counted_to_their_owners(pool: Pool) -> None:
     await pool.restart(max_policies_per_trainer=1)
     await pool.trainer()
     await pool.restart(max_policies_per_trainer=1)
-    second = FakeTrainer(pool.target, "trainer", "code")
-    pool.things.append(second)
+    second = pool.newcomer(policy="code")
     assert await refusal(second.acquire()) == "RESOURCE_EXHAUSTED/TOO_MANY_POLICIES"
 
 
@@ -119,9 +108,7 @@ async def test_a_policy_that_was_forgotten_and_taken_up_is_owned(pool: Pool) -> 
     await pool.replica()
     former = await pool.trainer()
     await former.push()
-    async with open_aio_channel(pool.target) as channel:
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
-        await admin.ForgetPolicy(admin_pb2.ForgetPolicyRequest(policy="math", force=True))
+    await pool.order("ForgetPolicy", admin_pb2.ForgetPolicyRequest(policy="math", force=True))
     await former.acquire()
     await pool.restart()
     trainer = await _again(pool, former)
@@ -138,7 +125,7 @@ async def test_an_older_copy_of_the_catalog_takes_no_policy_from_its_owner(pool:
     await (await _again(pool, former)).stub.ReleasePolicy(
         publish_pb2.ReleasePolicyRequest(policy="math", fencing_token=former.token)
     )
-    owner = _other(pool)
+    owner = pool.newcomer("other")
     await owner.acquire()
     await pool.coordinator.stop()
     pool.catalog.write_bytes(copy)

@@ -32,12 +32,11 @@ from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, types_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
 
 
 async def test_describe_target(pool: Pool) -> None:
-    trainer = FakeTrainer(pool.target)
-    pool.things.append(trainer)
+    trainer = pool.newcomer()
     request = publish_pb2.DescribeTargetRequest()
     error = await fails(
         trainer.stub.DescribeTarget(request, timeout=1.5), "UNAVAILABLE", "POOL_EMPTY"
@@ -59,8 +58,7 @@ async def test_describe_target(pool: Pool) -> None:
 
 async def test_a_replica_started_again_with_other_dtypes_is_asked_for_them(pool: Pool) -> None:
     """The coordinator was not. While both kinds are there, the wider dtype is sent."""
-    trainer = FakeTrainer(pool.target)
-    pool.things.append(trainer)
+    trainer = pool.newcomer()
 
     async def sent_as_float32() -> set[str]:
         described = await trainer.stub.DescribeTarget(
@@ -93,11 +91,7 @@ async def test_a_replica_started_again_with_other_dtypes_is_asked_for_them(pool:
         ({"model.norm.weight", "model.embed_tokens.weight"}, {"model.embed_tokens.weight"}),
         strict=True,
     ):
-        await replica.registry.Leave(
-            registry_pb2.LeaveRequest(
-                replica_id=replica.replica_id, incarnation=replica.incarnation
-            )
-        )
+        await replica.leave()
         replica.incarnation += "again"
         replica.reference = other
         replica.capabilities = replace(replica.capabilities, reference_digest=other.details_digest)
@@ -131,8 +125,7 @@ async def test_dtypes_that_are_too_many_to_tell(
 
 
 async def test_get_reference(pool: Pool) -> None:
-    trainer = FakeTrainer(pool.target)
-    pool.things.append(trainer)
+    trainer = pool.newcomer()
 
     async def read(fingerprint: str) -> list[types_pb2.ReferenceChunk]:
         request = publish_pb2.GetReferenceRequest(fingerprint=fingerprint)
@@ -146,8 +139,7 @@ async def test_get_reference(pool: Pool) -> None:
 
 async def test_acquire_policy(pool: Pool) -> None:
     first = await pool.trainer("t1")
-    second = FakeTrainer(pool.target, "t2")
-    pool.things.append(second)
+    second = pool.newcomer("t2")
     error = await fails(second.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
     assert isinstance(error, PolicyOwnedError)
     assert error.metadata["holder"] == "t1"
@@ -157,8 +149,7 @@ async def test_acquire_policy(pool: Pool) -> None:
     assert error.message.endswith(
         "end that trainer, wait until its lease has expired, or push under another name"
     )
-    twin = FakeTrainer(pool.target, "t1")
-    pool.things.append(twin)
+    twin = pool.newcomer("t1")
     error = await fails(twin.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
     assert error.message.endswith("wait for that, or take it over")
     again = await first.acquire()
@@ -475,13 +466,12 @@ async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
     )
     assert "was trained on base@0, the pool serves base@1" in error.message
     assert (await trainer.push(adapter=spec)).served_over_base_version == 1
-    request = inspect_pb2.ListVersionsRequest(policy="math")
-    newest, before, first = (await trainer.inspect.ListVersions(request)).versions
+    newest, before, first = await pool.versions()
     assert newest.HasField("trained_on_base_version")
     assert (newest.trained_on_base_version, newest.served_over_base_version) == (0, 1)
     assert before.served_over_base_version == 1
     assert not first.HasField("trained_on_base_version")
-    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    got = await pool.seen()
     math = next(policy for policy in got.policies if policy.policy == "math")
     assert math.HasField("trained_on_base_version")
     assert "math@3 (trained on base@0, served over base@1)" in _shown(got)
@@ -493,7 +483,7 @@ async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
     )
     assert "base@?" in error.message
     await trainer.push(adapter=spec)
-    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    got = await pool.seen()
     assert "math@4 (trained on base@?, served over base@1)" in _shown(got)
 
 
@@ -510,6 +500,5 @@ async def test_a_trainer_has_only_so_many_policies(pool: Pool) -> None:
     await pool.trainer(policy="a")
     second = await pool.trainer(policy="b")
     assert (await second.push()).version.version == 1
-    third = FakeTrainer(pool.target, "trainer", "c")
-    pool.things.append(third)
+    third = pool.newcomer("trainer", "c")
     await fails(third.acquire(), "RESOURCE_EXHAUSTED", "TOO_MANY_POLICIES")

@@ -39,27 +39,11 @@ async def test_base_push_releases_every_bucket_and_keeps_the_group(pool: Pool) -
     while trainer.sender.released < len(BASE_MANIFEST.buckets):
         await asyncio.wait_for(trainer.sender.hear(), 5)
     assert "prepare" not in trainer.sender.log
-    listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="base"))
-    assert [(v.version.version, v.state) for v in listed.versions] == [
+    assert [(v.version.version, v.state) for v in await pool.versions("base")] == [
         (3, inspect_pb2.VERSION_STATE_COMMITTED),
         (2, inspect_pb2.VERSION_STATE_RETIRED),
         (1, inspect_pb2.VERSION_STATE_RETIRED),
     ]
-
-
-async def test_late_replica_is_pending_until_the_next_push(pool: Pool) -> None:
-    await pool.replica("r0")
-    trainer = await pool.trainer()
-    await trainer.push()
-    late = await pool.replica("r1")
-    assert not await late.heartbeat()
-    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
-    assert [(r.state, r.state_reason) for r in got.replicas] == [
-        (inspect_pb2.REPLICA_STATE_READY, ""),
-        (inspect_pb2.REPLICA_STATE_PENDING_WEIGHTS, "lacks math@1"),
-    ]
-    assert (await trainer.push()).epoch == 2
-    assert await late.heartbeat()
 
 
 async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
@@ -94,7 +78,7 @@ async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
     assert transfer.version.version == 3
     assert transfer.epoch == 2
     assert again.vector.adapters["math"].alias == 3
-    got_pool = await after.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    got_pool = await pool.seen()
     assert got_pool.coordinator_generation == 2
     fetched = await after.inspect.GetTransfer(
         inspect_pb2.GetTransferRequest(transfer_id=first.transfer_id)

@@ -102,13 +102,12 @@ async def test_what_every_replica_refuses_has_failed(
         assert error.metadata["cause"] == refusal.reason
         assert error.metadata["withdrawn"] == "true"
         assert f"{refusal.message} [{refusal.reason}]" in error.message
-    listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy=policy))
-    failed, before = listed.versions
+    failed, before = await pool.versions(policy)
     assert failed.state == inspect_pb2.VERSION_STATE_FAILED
     assert (failed.failure_reason, failed.failure_message) == (error.reason, error.message)
     assert before.state == inspect_pb2.VERSION_STATE_COMMITTED
     assert not before.failure_reason
-    pooled = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    pooled = await pool.seen()
     (served,) = [p.served_version for p in pooled.policies if p.policy == policy]
     assert served == 1
     assert {r.state for r in pooled.replicas} == {inspect_pb2.REPLICA_STATE_READY}
@@ -136,8 +135,7 @@ async def test_what_may_be_served_is_undone_when_every_target_has_reported(pool:
     assert error.metadata["withdrawn"] == "false"
 
     async def states() -> list[int]:
-        listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-        return [version.state for version in listed.versions]
+        return [version.state for version in await pool.versions()]
 
     assert await states() == [inspect_pb2.VERSION_STATE_COMMITTED] * 2
     await replicas[1].register()  # the same process: its order may still be carried out

@@ -3,6 +3,7 @@ asks again."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -64,6 +65,13 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         self.answer = registry_pb2.HeartbeatResponse(ready=True)
         #: Asks for a description of the base, and refuses it.
         self.refused_description: WeftError | None = None
+        #: What ended the replica, if something did.
+        self.failed: list[WeftError] = []
+        self.ended = threading.Event()
+
+    def fail(self, error: WeftError) -> None:
+        self.failed.append(error)
+        self.ended.set()
 
     def _refuse(self, context: Any) -> None:
         error = self.refusal or (self.errors.pop(0) if self.errors else None)
@@ -95,34 +103,39 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.LeaveResponse()
 
 
-@pytest.fixture
-def server() -> Iterator[grpc.Server]:
-    made = grpc.server(futures.ThreadPoolExecutor(4))
-    yield made
-    made.stop(None).wait()
+Start = Callable[..., Registration]
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little of it."""
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a registration of little patience with a registry; both end with the test."""
     monkeypatch.setattr("rollout_side.agent.registration._RETRY_SECONDS", 0.01)
+    with contextlib.ExitStack() as stack:
 
+        def begin(
+            registry: Registry,
+            current: Callable[[], HeldVersions] = lambda: HeldVersions(ReplicaReport()),
+            credentials: grpc.ServerCredentials | None = None,
+        ) -> Registration:
+            server = grpc.server(futures.ThreadPoolExecutor(4))
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
+            listen = "127.0.0.1:0"
+            if credentials:
+                port = server.add_secure_port(listen, credentials)
+            else:
+                port = server.add_insecure_port(listen)
+            server.start()
+            stack.callback(lambda: server.stop(None).wait())
+            registration = _registration(f"127.0.0.1:{port}", registry.fail, current)
+            registration.start()
+            stack.callback(registration.stop)
+            return registration
 
-def _serve(server: grpc.Server, registry: Registry) -> str:
-    registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    return f"127.0.0.1:{port}"
-
-
-def _holdings() -> HeldVersions:
-    return HeldVersions(ReplicaReport())
+        yield begin
 
 
 def _registration(
-    target: str,
-    failed: Callable[[WeftError], None],
-    current: Callable[[], HeldVersions] = _holdings,
+    target: str, failed: Callable[[WeftError], None], current: Callable[[], HeldVersions]
 ) -> Registration:
     engine: Any = SimpleNamespace(
         capabilities=replace(CAPABILITIES, reference_digest="d" * 64),
@@ -146,31 +159,23 @@ def _registration(
 
 
 def test_a_replica_outlives_a_coordinator_that_fails(
-    server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failed: list[WeftError] = []
     error = WeftError("the coordinator failed on this call; read its log")
     registry = Registry([error, error, CapacityError("too many calls", reason="TOO_SLOW")])
-    registration = _registration(_serve(server, registry), failed.append)
-    registration.start()
-    try:
-        assert registry.registered.wait(_SECONDS)
-    finally:
-        registration.stop()
-    assert not failed
+    start(registry)
+    assert registry.registered.wait(_SECONDS)
+    assert not registry.failed
     assert len(registry.requests) == 4
     told = [record.message for record in caplog.records if "tries again" in record.message]
     assert len(told) == 2, "once for each reason"
     assert "the coordinator failed on this call" in told[0]
 
 
-def test_it_tells_the_next_coordinator_what_it_was_ordered_last(
-    server: grpc.Server, patience: None
-) -> None:
+def test_it_tells_the_next_coordinator_what_it_was_ordered_last(start: Start) -> None:
     registry = Registry([])
     order = registry_pb2.OutOfService(no_pushes=True, reason="nonsense")
-    registration = _registration(_serve(server, registry), lambda error: None)
-    registration.start()
+    start(registry)
 
     def forgets(number: int) -> None:
         """Once the newest answer was heard, the coordinator is another one."""
@@ -179,14 +184,11 @@ def test_it_tells_the_next_coordinator_what_it_was_ordered_last(
         registry.errors.append(NotFoundError("register again", reason="REPLICA_UNKNOWN"))
         until(lambda: len(registry.requests) == number)
 
-    try:
-        until(lambda: registry.beats > 0)
-        registry.answer = registry_pb2.HeartbeatResponse(out_of_service=order, epoch=41)
-        forgets(2)
-        registry.answer = registry_pb2.HeartbeatResponse(epoch=42)
-        forgets(3)
-    finally:
-        registration.stop()
+    until(lambda: registry.beats > 0)
+    registry.answer = registry_pb2.HeartbeatResponse(out_of_service=order, epoch=41)
+    forgets(2)
+    registry.answer = registry_pb2.HeartbeatResponse(epoch=42)
+    forgets(3)
     first, second, third = registry.requests
     assert not first.HasField("out_of_service")
     assert (second.out_of_service, second.last_epoch) == (order, 41)
@@ -195,138 +197,100 @@ def test_it_tells_the_next_coordinator_what_it_was_ordered_last(
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: error.reason)
 def test_a_refusal_never_ends_a_replica_that_was_taken_in(
-    server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture, error: WeftError
+    start: Start, caplog: pytest.LogCaptureFixture, error: WeftError
 ) -> None:
-    failed: list[WeftError] = []
     registry = Registry([])
-    registration = _registration(_serve(server, registry), failed.append)
-    registration.start()
-    try:
-        until(registration.ready.is_set)
-        registry.refusal = error
-        until(lambda: not registration.in_contact)
-        assert error.message in registration.trouble
-        assert not registration.is_known
-        registration.registered.clear()  # as after NOT_FOUND: Register is refused alike
-        num_requests = len(registry.requests)
-        until(lambda: len(registry.requests) > num_requests + 2)
-        registry.refusal = None
-        until(lambda: registration.in_contact and registration.is_known)
-        assert not registration.trouble
-    finally:
-        registration.stop()
-    assert not failed
+    registration = start(registry)
+    until(registration.ready.is_set)
+    registry.refusal = error
+    until(lambda: not registration.in_contact)
+    assert error.message in registration.trouble
+    assert not registration.is_known
+    registration.registered.clear()  # as after NOT_FOUND: Register is refused alike
+    num_requests = len(registry.requests)
+    until(lambda: len(registry.requests) > num_requests + 2)
+    registry.refusal = None
+    until(lambda: registration.in_contact and registration.is_known)
+    assert not registration.trouble
+    assert not registry.failed
     said = [r.message for r in caplog.records if error.message in r.message]
     assert len(said) == 1, "once, however often it is asked again"
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: error.reason)
 def test_at_a_fresh_start_what_the_replica_itself_is_ends_it_and_nothing_else_does(
-    server: grpc.Server, patience: None, error: WeftError
+    start: Start, error: WeftError
 ) -> None:
     """Access files, tokens and revisions are mended by others, while it waits."""
-    failed: list[WeftError] = []
-    ended = threading.Event()
     registry = Registry([])
     registry.refusal = error
-    registration = _registration(
-        _serve(server, registry), lambda refusal: (failed.append(refusal), ended.set())[1]
-    )
-    registration.start()
+    start(registry)
     is_final = error.reason in {"BASE_MISMATCH", "INVALID_NAME", "REQUEST_CONFLICT"}
-    try:
-        if is_final:
-            assert ended.wait(_SECONDS)
-        else:
-            until(lambda: len(registry.requests) > 3)
-            registry.refusal = None
-            assert registry.registered.wait(_SECONDS)
-    finally:
-        registration.stop()
-    assert [refusal.reason for refusal in failed] == ([error.reason] if is_final else [])
+    if is_final:
+        assert registry.ended.wait(_SECONDS)
+    else:
+        until(lambda: len(registry.requests) > 3)
+        registry.refusal = None
+        assert registry.registered.wait(_SECONDS)
+    assert [refusal.reason for refusal in registry.failed] == ([error.reason] if is_final else [])
 
 
-def test_a_replica_whose_first_description_is_refused_ends_with_the_reason(
-    server: grpc.Server, patience: None
-) -> None:
-    failed: list[WeftError] = []
-    ended = threading.Event()
+def test_a_replica_whose_first_description_is_refused_ends_with_the_reason(start: Start) -> None:
     registry = Registry([])
     registry.refused_description = InvalidManifestError("a module has 9 other names")
-    registration = _registration(
-        _serve(server, registry), lambda refusal: (failed.append(refusal), ended.set())[1]
-    )
-    registration.start()
-    try:
-        assert ended.wait(_SECONDS)
-    finally:
-        registration.stop()
-    assert [refusal.message for refusal in failed] == ["a module has 9 other names"]
+    start(registry)
+    assert registry.ended.wait(_SECONDS)
+    assert [refusal.message for refusal in registry.failed] == ["a module has 9 other names"]
     assert registry.beats == 0
 
 
 def test_what_fails_in_the_replica_itself_does_not_end_its_thread_in_silence(
-    server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failed: list[WeftError] = []
-    registry = Registry([])
-    broken = True
+    registry, broken = Registry([]), True
 
     def current() -> HeldVersions:
         if broken:
             raise ValueError("a directory that nobody can parse")
-        return _holdings()
+        return HeldVersions(ReplicaReport())
 
-    registration = _registration(_serve(server, registry), failed.append, current)
-    registration.start()
-    try:
-        until(lambda: "a directory that nobody can parse" in registration.trouble)
-        broken = False
-        assert registry.registered.wait(_SECONDS)
-        until(lambda: not registration.trouble)
-    finally:
-        registration.stop()
-    assert not failed
+    registration = start(registry, current)
+    until(lambda: "a directory that nobody can parse" in registration.trouble)
+    broken = False
+    assert registry.registered.wait(_SECONDS)
+    until(lambda: not registration.trouble)
+    assert not registry.failed
     assert sum("nobody can parse" in record.message for record in caplog.records) == 1
 
 
 def test_an_expired_certificate_is_called_so(
-    server: grpc.Server, patience: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path)
     own = authority.credentials("localhost", "127.0.0.1", file="server")
-    credentials = own.server_credentials(ask=True)
-    registry_pb2_grpc.add_RegistryServiceServicer_to_server(Registry([]), server)
-    port = server.add_secure_port("127.0.0.1:0", credentials)
-    server.start()
     before = datetime.now(UTC) - timedelta(seconds=5)
     expired = authority.credentials("replica.test", not_after=before)
     for variable, value in expired.to_environment().items():
         monkeypatch.setenv(variable, value)
-    registration = _registration(f"127.0.0.1:{port}", pytest.fail)
-    registration.start()
-    try:
-        until(lambda: "certificate has expired" in registration.trouble)
-        assert expired.tls_cert in registration.trouble
-    finally:
-        registration.stop()
+    registry = Registry([])
+    registration = start(registry, credentials=own.server_credentials(ask=True))
+    until(lambda: "certificate has expired" in registration.trouble)
+    assert expired.tls_cert in registration.trouble
+    assert not registry.failed
 
 
 def test_a_token_file_that_is_away_keeps_the_token_that_it_held(
-    server: grpc.Server, patience: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
     file.write_text("a-token-of-many-characters")
     monkeypatch.setenv("WEFT_TOKEN_FILE", str(file))
     monkeypatch.setattr("weft_rl.rpc.channel._LOOK_SECONDS", 0.0)
     registry = Registry([])
-    registration = _registration(_serve(server, registry), pytest.fail)
-    registration.start()
-    try:
-        until(registration.ready.is_set)
-        file.unlink()
-        beats = registry.beats
-        until(lambda: registry.beats > beats + 3)
-        assert registration.in_contact
-    finally:
-        registration.stop()
+    registration = start(registry)
+    until(registration.ready.is_set)
+    file.unlink()
+    beats = registry.beats
+    until(lambda: registry.beats > beats + 3)
+    assert registration.in_contact
+    assert not registry.failed

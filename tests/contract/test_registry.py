@@ -42,9 +42,8 @@ async def test_register_names(pool: Pool) -> None:
     assert answer.heartbeat_interval.ToTimedelta().total_seconds() == 2
     assert not answer.reference_wanted
     assert answer.coordinator_generation == 1
-    leave = registry_pb2.LeaveRequest(replica_id="r0", incarnation=first.incarnation)
-    await first.registry.Leave(leave)
-    await first.registry.Leave(leave)
+    await first.leave()
+    await first.leave()
     await fails(first.heartbeat(), "NOT_FOUND", "REPLICA_UNKNOWN")
     second.replica_id = "r0"
     await second.register()
@@ -57,8 +56,7 @@ async def test_no_adapter_has_a_name_that_a_server_has(pool: Pool) -> None:
     trainer = await pool.trainer()
     error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_NAME")
     assert error.metadata == {"replica": "r1", "name": "math"}
-    leave = registry_pb2.LeaveRequest(replica_id="r1", incarnation=named.incarnation)
-    await named.registry.Leave(leave)
+    await named.leave()
     await trainer.push()
     error = await fails(named.register(), "INVALID_ARGUMENT", "INVALID_NAME")
     assert error.metadata == {"policy": "math", "name": "math"}

@@ -12,6 +12,7 @@ from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.rank import FakeRank
 from tests.doubles.replicas import FakeReplica
+from tests.waits import eventually
 from weft_rl.contract.errors import (
     NotAllowedError,
     NotReadyError,
@@ -171,9 +172,7 @@ async def test_a_rank_speaks_for_itself_alone(pool: Pool) -> None:
     replica.attends = False
     trainer = await pool.trainer()
     begun = await trainer.begin()
-    async with asyncio.timeout(5):
-        while not replica.joins:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: replica.joins)
     plan = replica.joins[-1].group
     tokens = [begun.group.token, plan.token, *plan.further_tokens]
     assert len(set(tokens)) == 3

@@ -17,6 +17,7 @@ from rollout_side.engine import SwitchTimes
 from rollout_side.service.metrics import ReplicaMetrics
 from tests.contract.served_replica import MANIFEST, Served
 from tests.doubles.engine import EngineDouble
+from tests.waits import eventually
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.server import Servicer, bind, make_server
 from weft_rl.v1 import replica_pb2_grpc
@@ -113,9 +114,7 @@ async def test_a_spill_directory_is_looked_at_off_the_loop(
         return found
 
     looking = asyncio.create_task(counted.metrics.watch_spill(measure))
-    async with asyncio.timeout(10):
-        while counted.value("store_bytes", store="spill") != 700:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: counted.value("store_bytes", store="spill") == 700)
     assert counted.value("store_limit_bytes", store="spill") == 2**30
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):

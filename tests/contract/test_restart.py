@@ -26,7 +26,7 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.runtime.catalog.database import CatalogError
 from weft_rl.rpc.codec import vector_from_proto
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
-from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
+from weft_rl.v1 import publish_pb2, replica_pb2, types_pb2
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
 
@@ -37,8 +37,7 @@ async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
     pushed = await trainer.push()
     replica.vector = VersionVector()
     replica.spilled = [MATH_1, types_pb2.PolicyVersion(policy="code", version=7)]
-    gone = registry_pb2.LeaveRequest(replica_id="r0", incarnation=replica.incarnation)
-    await replica.registry.Leave(gone)
+    await replica.leave()
     await replica.register()
     (told,) = (await pool.seen()).replicas
     assert [f"{v.policy}@{v.version}" for v in told.report.spilled_versions] == ["code@7", "math@1"]
@@ -62,8 +61,7 @@ async def test_a_request_id_of_another_policy_conflicts_after_a_restart(pool: Po
     other = await pool.trainer(policy="code")
     refused = await refusal(other.begin(request_id="once"))
     assert refused == "ALREADY_EXISTS/REQUEST_CONFLICT"
-    versions = await other.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-    assert [v.version for v in versions.versions] == [pushed.version]
+    assert [v.version for v in await pool.versions()] == [pushed.version]
 
 
 async def test_the_owner_is_asked_with_its_lease(pool: Pool) -> None:

@@ -15,7 +15,7 @@ from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import vector_from_proto
 from weft_rl.rpc.pool_listing import RouteList
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc
+from weft_rl.v1 import admin_pb2, inspect_pb2, inspect_pb2_grpc
 
 
 @asynccontextmanager
@@ -46,12 +46,8 @@ async def _until(call: Any, known: RouteList, *replica_ids: str) -> inspect_pb2.
 
 
 async def _cordon(pool: Pool, replica_id: str, *, off: bool = False) -> None:
-    async with open_aio_channel(pool.target) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        if off:
-            await stub.Uncordon(admin_pb2.UncordonRequest(replica_id=replica_id))
-        else:
-            await stub.Cordon(admin_pb2.CordonRequest(replica_id=replica_id))
+    order = "Uncordon" if off else "Cordon"
+    await pool.order(order, getattr(admin_pb2, f"{order}Request")(replica_id=replica_id))
 
 
 async def test_the_whole_list_at_first_and_then_what_changes(pool: Pool) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
-from tests.doubles.trainer import FakeTrainer
+from tests.waits import eventually
 from weft_rl.contract.errors import LoadFailedError, StalledError, WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.codec import duration_to_proto
@@ -18,42 +18,8 @@ from weft_rl.v1 import inspect_pb2, registry_pb2, rendezvous_pb2
 STALL_SECONDS = 0.6
 
 
-async def _state(trainer: FakeTrainer, replica_id: str) -> int:
-    pool = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
-    return next(int(r.state) for r in pool.replicas if r.replica_id == replica_id)
-
-
-async def test_a_silent_receiver_is_named_and_suspect_until_it_answers(pool: Pool) -> None:
-    await pool.restart(stall_seconds=STALL_SECONDS)
-    await pool.replica("r0")
-    silent = await pool.replica("r1")
-    trainer = await pool.trainer()
-    silent.attends = False
-    begun = await trainer.begin()
-    sending = asyncio.create_task(trainer.send(begun))
-    outcome = asyncio.create_task(trainer.wait(begun.transfer_id))
-    async with asyncio.timeout(10):
-        while "join" not in silent.calls:
-            await asyncio.sleep(0.01)
-    silent.join_error = WeftError("not yet")  # of the probe, which it is told of at once
-    error = await error_of(outcome)
-    await asyncio.gather(sending, return_exceptions=True)
-    assert isinstance(error, StalledError)
-    assert (error.status, error.metadata["member"]) == ("UNAVAILABLE", "r1")
-    assert "r1 makes no progress: it was to join the group" in error.message
-    await silent.heartbeat()
-    assert await _state(trainer, "r1") == inspect_pb2.REPLICA_STATE_SUSPECT
-    assert not await silent.heartbeat(), "its engine takes no order"
-    transfer = await trainer.push()
-    assert list(transfer.replica_ids) == ["r0"]
-    assert not await silent.heartbeat()
-    joins = silent.calls.count("join")
-    silent.attends, silent.join_error = True, None
-    async with asyncio.timeout(10):
-        while await _state(trainer, "r1") == inspect_pb2.REPLICA_STATE_SUSPECT:
-            await silent.heartbeat()
-            await asyncio.sleep(0.05)
-    assert silent.calls.count("join") > joins, "it attended a probe"
+async def _state(pool: Pool, replica_id: str) -> int:
+    return next(r.state for r in (await pool.seen()).replicas if r.replica_id == replica_id)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -67,8 +33,7 @@ async def test_a_replica_that_does_not_switch_keeps_nobody_waiting(
     stuck.commit_gate.clear()
     pushing = asyncio.create_task(trainer.push())
     async with asyncio.timeout(10):
-        while "commit" not in stuck.calls:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: "commit" in stuck.calls)
         stuck.join_error = WeftError("its engine hangs")
         if others:
             assert list((await other.push()).replica_ids) == ["r1"]
@@ -78,10 +43,10 @@ async def test_a_replica_that_does_not_switch_keeps_nobody_waiting(
             error = await error_of(pushing)
             assert isinstance(error, LoadFailedError)
             assert error.metadata["cause"] == "STALLED"
-        assert await _state(trainer, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT
+        assert await _state(pool, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT
         stuck.join_error = None
         stuck.commit_gate.set()  # it does in the end what it was told
-        while await _state(trainer, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT:
+        while await _state(pool, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT:
             await stuck.heartbeat()
             await asyncio.sleep(0.05)
     assert stuck.vector.holds(PolicyVersion("math", 1))
@@ -116,11 +81,9 @@ async def test_a_receiver_that_says_that_it_works_is_waited_for(pool: Pool) -> N
     pushing = asyncio.create_task(trainer.send(begun))
     outcome = asyncio.create_task(trainer.wait(begun.transfer_id))
     async with asyncio.timeout(10):
-        while (begun.group.group_id, 1) not in slow.ranks:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: (begun.group.group_id, 1) in slow.ranks)
         rank = slow.ranks[begun.group.group_id, 1]
-        while "prepare" not in rank.log:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: "prepare" in rank.log)
     for step in range(12):
         progress = rendezvous_pb2.Progress(
             transfer_id=begun.transfer_id,

@@ -118,6 +118,11 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.registered = response
         return response
 
+    async def leave(self) -> None:
+        """Leave the pool."""
+        who = {"replica_id": self.replica_id, "incarnation": self.incarnation}
+        await self.registry.Leave(registry_pb2.LeaveRequest(**who))
+
     async def follow(self, target: str) -> None:
         """Talk to another coordinator from now on."""
         await self.channel.close()

@@ -20,6 +20,7 @@ from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
 from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
+from tests.waits import eventually
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.pool import PoolState
@@ -183,9 +184,7 @@ class World:
             await self.pool.join(REPLICA, self.engine)
             await self.replica_channel.close()
             self.replica_channel = open_aio_channel(self.agent.address)
-            async with asyncio.timeout(_CALL_SECONDS):
-                while self.agent.serving.vector.base != self.state.vector.base:
-                    await asyncio.sleep(0.01)  # until it has caught up
+            await eventually(lambda: self.agent.serving.vector.base == self.state.vector.base)
         pushes = [t for t in self.state.transfers.values() if t.transfer_id != self.transfer_id]
         for transfer in pushes:  # those that requests have begun, or have waiting
             token = transfer.purpose.fencing_token
