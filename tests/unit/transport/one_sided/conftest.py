@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,21 @@ import torch
 
 from tests.doubles.rendezvous import StoreDouble
 from tests.waits import until
+from weft_rl.transport.one_sided.directory import listen, unlink
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 
 Join = Callable[..., "tuple[OneSidedSender, list[OneSidedReceiver]]"]
+
+
+@contextmanager
+def listening(backlog: int = 1) -> Iterator[tuple[socket.socket, str]]:
+    """A socket of this process, removed at the end."""
+    listener, name = listen(backlog)
+    try:
+        yield listener, name
+    finally:
+        unlink(name)
+        listener.close()
 
 
 @pytest.fixture

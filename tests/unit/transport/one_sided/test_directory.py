@@ -6,30 +6,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.unit.transport.one_sided.conftest import listening
 from weft_rl.transport.one_sided import directory as sockets
-from weft_rl.transport.one_sided.directory import connect, listen, unlink, why_unavailable
+from weft_rl.transport.one_sided.directory import connect, why_unavailable
 from weft_rl.transport.one_sided.messages import OneSidedError
 from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 DEAD, STARTING = "d" * 32, "." + "5" * 32
 OLD_SECONDS = 120.0
-
-
-@contextmanager
-def listening(backlog: int = 1) -> Iterator[tuple[socket.socket, str]]:
-    """A socket of this process, removed at the end."""
-    listener, name = listen(backlog)
-    try:
-        yield listener, name
-    finally:
-        unlink(name)
-        listener.close()
 
 
 def age(path: Path, seconds: float = OLD_SECONDS) -> None:

@@ -383,22 +383,6 @@ def test_another_user_at_a_groups_socket_is_warned_of(
     assert not sender.error
 
 
-def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener, name = listen(1)
-    try:
-        connected = connect(name, 5.0)
-        uid = os.geteuid()
-        monkeypatch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
-        with pytest.raises(PeerError, match=f"of uid {uid}, this process of {uid + 1}"):
-            MemberConnection(connected)
-        assert connected.fileno() == -1
-    finally:
-        monkeypatch.undo()
-        unlink(name)
-        listener.close()
-    (directory / name).unlink(missing_ok=True)
-
-
 Lie = Callable[[MemberConnection, bytes], None]
 
 

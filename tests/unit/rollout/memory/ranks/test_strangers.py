@@ -41,7 +41,6 @@ from weft_rl.contract.errors import (
     NotReadyError,
     PeerUnavailableError,
 )
-from weft_rl.ipc import connection as ipc
 from weft_rl.ipc.handshake import Handshake
 
 
@@ -138,29 +137,10 @@ def test_the_silent_keep_nobody_out_and_have_no_thread(replica: Replica) -> None
         assert replica.rank().manifest.layout_digest == MANIFEST.layout_digest
 
 
-def test_those_that_say_half_a_hello_keep_nobody_out_and_have_no_thread(
-    replica: Replica,
-) -> None:
-    before = set(threading.enumerate())
-    with contextlib.ExitStack() as slow:
-        for _ in range(2 * rank_handoff._MAX_STRANGERS):
-            slow.enter_context(stranger(replica))[0].sendall(frame(0, bytes(32))[:-1])
-        assert replica.rank().manifest.layout_digest == MANIFEST.layout_digest
-        begun = set(threading.enumerate()) - before
-        assert [thread.name for thread in begun] == ["weft-rank"]
-
-
 @pytest.mark.parametrize(
     ("said", "found"),
     [
         (b"nonsense" * 4, "no message of Weft's"),
-        (frame(99, b"", 5), "a message of kind 99"),
-        (frame(1, b"", 2**40), "LoadRequest of 1,099,511,627,776 bytes"),
-        (frame(6, b"x"), "Loaded of 1 bytes"),
-        (
-            frame(1, struct.pack("<HQ", 1, 0) + b"\xff"),
-            r"the peer \(pid \d+\) says LoadRequest, garbled",
-        ),
         (packed(Working()), "Working out of turn"),
     ],
 )
@@ -185,17 +165,6 @@ def test_a_rank_that_goes_in_half_a_message_ends_the_load(replica: Replica, said
     connection.close()
     with pytest.raises(LoadFailedError, match="a rank of the replica has ended"):
         replica.queue.wait_complete(nothing)
-
-
-def test_a_rank_that_stops_in_half_a_message_is_not_waited_for(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ipc, "_FRAME_SECONDS", 0.1)
-    connection = connect(replica.secret, 5.0)
-    connection.socket.sendall(packed(LoadRequest("t", 1))[:-1])
-    with pytest.raises(PeerUnavailableError, match="was silent until the deadline"):
-        connection.hear(Layout)
-    connection.close()
 
 
 def test_an_impostor_at_the_name_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
