@@ -15,6 +15,7 @@ from rollout_side.engine import SwitchTimes
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.engine import EngineDouble
+from tests.waits import eventually
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
 from weft_rl.contract.manifest import plan_buckets
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
@@ -110,9 +111,7 @@ async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
             await task
     assert agent.serving.vector.base == 0
     go_on.set()
-    async with asyncio.timeout(5):
-        while agent.serving.vector.base != 1:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: agent.serving.vector.base == 1)
     assert not agent.serving.dirty_reason
     # Its turn has ended; repeated, it succeeds.
     await agent.serving.commit(VersionCopy("t1", BASE, b"digest"))

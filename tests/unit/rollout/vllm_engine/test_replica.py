@@ -15,6 +15,7 @@ from rollout_side.vllm_engine.replica import GRACE_SECONDS
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter, WorkerUsage
 from rollout_side.vllm_engine.worker.rank_results import RankResult
 from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok, started
+from tests.waits import eventually
 from weft_rl.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -28,8 +29,7 @@ async def test_a_restore_is_waited_for() -> None:
     engine, holdings = FakeEngine(num_ranks=2), HoldingsPage()
     replica = make_replica(engine, spills=True, holdings=holdings)
     restoring = asyncio.create_task(replica.restore("t", BASE, b"d", b"l"))
-    while "weft_restore" not in engine.calls:
-        await asyncio.sleep(0)
+    await eventually(lambda: "weft_restore" in engine.calls)
     assert not restoring.done()
     memory = MemoryUsage(adapter_bytes=0, staging_bytes=0, staged_transfer_ids=("t",))
     HoldingsWriter(holdings.path).write(WorkerUsage(memory, "t"))
@@ -224,8 +224,7 @@ async def test_an_interrupted_switch_is_dirty() -> None:
     engine, replica = started()
     engine.hang["weft_apply_base"] = asyncio.Event()
     task = asyncio.create_task(replica.apply_base("t", BASE, b""))
-    while "weft_apply_base" not in engine.calls:
-        await asyncio.sleep(0)
+    await eventually(lambda: "weft_apply_base" in engine.calls)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -14,6 +14,7 @@ from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.compat import requests
 from rollout_side.vllm_engine.http.middleware import name_versions
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica, sampling_params
+from tests.waits import eventually
 from weft_rl.contract.capabilities import RunningRequests
 
 
@@ -78,9 +79,7 @@ class _Server:
         return _Request(self, model, stream, request_id)
 
     async def admitted(self, number: int) -> None:
-        async with asyncio.timeout(5):
-            while len(self.engine.prompts) < number:
-                await asyncio.sleep(0)
+        await eventually(lambda: len(self.engine.prompts) >= number)
 
 
 async def _send_event(send: Any, event: dict[str, Any]) -> None:
@@ -209,9 +208,7 @@ async def test_a_streams_last_chunk_says_that_the_base_has_changed(server: _Serv
     asked = server.ask("base@0")
     await server.admitted(1)
     server.engine.emit("h1", [10])
-    async with asyncio.timeout(5):
-        while len(asked.sent) < 2:
-            await asyncio.sleep(0)
+    await eventually(lambda: len(asked.sent) >= 2)
     server.engine.emit("h1", [11])  # on its way when the base changes
     await server.replica.apply_base("t", BASE, b"")
     choice = server.replica.base_switch.requests.choice

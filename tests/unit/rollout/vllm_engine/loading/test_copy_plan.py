@@ -23,7 +23,9 @@ from rollout_side.vllm_engine.loading.reload import apply_base, load_in_place
 from tests.unit.rollout.vllm_engine.loading.test_reload import (
     REFERENCE,
     ReusedMemory,
+    learnt_in_place,
     whole_columns,
+    without_gaps,
     worker,
 )
 from tests.unit.rollout.vllm_engine.loading.toy_model import (
@@ -91,16 +93,6 @@ def test_a_plan_tells_which_version_the_model_holds() -> None:
     assert (plan.holds(first.segment.data), plan.holds(second.segment.data)) == (False, True)
 
 
-@pytest.mark.parametrize("layer", ["embed", "qkv", "down", "up", "norm", "scale"])
-def test_one_bit_of_any_parameter_disproves_it(layer: str) -> None:
-    version = staged(1)
-    model = load_own_way(Model(), version)
-    plan = learnt(model, version)
-    model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)[0] ^= 1
-    assert not plan.holds(version.segment.data)
-    assert learn(model, version) is None
-
-
 def test_a_plan_is_of_the_layout_and_not_of_the_place() -> None:
     first, second = staged(1), staged(2)
     model = load_own_way(Model(), first)
@@ -108,16 +100,6 @@ def test_a_plan_is_of_the_layout_and_not_of_the_place() -> None:
     within = torch.zeros(256 + second.segment.num_bytes, dtype=torch.uint8)[256:]
     plan.load(within.copy_(second.segment.data))
     assert model.digests() == load_own_way(Model(), second).digests()
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_no_plan_where_loading_is_more_than_copying(change: Change) -> None:
-    version = staged(1)
-    model = Model()
-    change(model)
-    before = load_own_way(model, version).digests()
-    assert learn(model, version) is None
-    assert model.digests() == before
 
 
 def test_a_method_that_lora_has_put_around_another_is_that_one() -> None:
@@ -194,6 +176,61 @@ def learnt_from_files(model: Model, stored: list[StoredTensor]) -> CopyPlan | No
     return learn_from_files(model, REFERENCE, stored)
 
 
+def _nothing(model: Model) -> None:
+    """Between a load and the proof."""
+
+
+def _from_staged(model: Model, version: StagedVersion, then: Change = _nothing) -> CopyPlan | None:
+    then(model)
+    return learn(model, version)
+
+
+def _from_files(model: Model, version: StagedVersion, then: Change = _nothing) -> CopyPlan | None:
+    then(model)
+    plan = learnt_from_files(model, files(version))
+    return plan and plan.for_layout(version.manifest)
+
+
+LEARN = pytest.mark.parametrize(
+    "learns",
+    [_from_staged, _from_files, learnt_in_place],
+    ids=["a staged version", "files", "buckets that pass"],
+)
+
+
+@LEARN
+@pytest.mark.parametrize("layer", ["embed", "qkv", "down", "up", "norm", "scale"])
+def test_one_bit_of_any_parameter_disproves_it(
+    layer: str, learns: Callable[..., CopyPlan | None]
+) -> None:
+    def flip(model: Model) -> None:
+        model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)[0] ^= 1
+
+    version = without_gaps(staged(1))
+    model = started(version)
+    plan = learns(model, version)
+    assert plan is not None
+    assert plan.holds(version.segment.data)
+    assert learns(model, version, flip) is None
+    assert not plan.holds(version.segment.data)
+
+
+@LEARN
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_no_plan_where_loading_is_more_than_copying(
+    change: Change, learns: Callable[..., CopyPlan | None]
+) -> None:
+    version = without_gaps(staged(1))
+    model = started(version, change)
+    before = model.digests()
+    assert learns(model, version) is None
+    assert model.digests() == before
+
+
+def test_files_of_another_checkpoint_prove_nothing() -> None:
+    assert learnt_from_files(started(staged(1)), files(staged(2))) is None
+
+
 def in_other_layout(version: StagedVersion) -> StagedVersion:
     """The same tensors, laid out otherwise."""
     values = dict(version.tensors())
@@ -246,22 +283,6 @@ def test_a_tensor_of_another_dtype_is_not_copied() -> None:
     assert plan is not None
     wider = [dataclasses.replace(meta, dtype=DataType.FLOAT32) for meta in METAS]
     assert plan.for_layout(plan_buckets(wider)) is None
-
-
-@pytest.mark.parametrize("layer", ["embed", "qkv", "down", "up", "norm", "scale"])
-def test_one_other_bit_of_any_parameter_disproves_it(layer: str) -> None:
-    model = started(staged(1))
-    model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)[0] ^= 1
-    assert learnt_from_files(model, files(staged(1))) is None
-    assert learnt_from_files(started(staged(1)), files(staged(2))) is None  # of another checkpoint
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_no_plan_of_files_where_loading_is_more_than_copying(change: Change) -> None:
-    model = started(staged(1), change)
-    before = model.digests()
-    assert learnt_from_files(model, files(staged(1))) is None
-    assert model.digests() == before
 
 
 def test_a_rank_that_holds_a_part_of_a_tensor_proves_nothing() -> None:

@@ -15,7 +15,6 @@ from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof
 from rollout_side.vllm_engine.loading.reload import load_in_place, quiet_about_idle_layers
 from tests.unit.rollout.vllm_engine.loading.toy_model import (
-    CHANGES,
     MANIFEST,
     PADDED,
     VOCAB,
@@ -138,7 +137,7 @@ def whole_columns(model: Model) -> Model:
 
 @pytest.mark.parametrize("any_bits", [False, True])
 def test_what_is_read_back_is_what_was_on_the_wire(any_bits: bool) -> None:
-    version = _without_gaps(staged(1, any_bits=any_bits))
+    version = without_gaps(staged(1, any_bits=any_bits))
     plan = learnt(load_own_way(whole_columns(Model()), version), version)
     assert plan.is_readable
     out = torch.empty(max(b.wire_bytes for b in MANIFEST.buckets), dtype=torch.uint8)
@@ -150,7 +149,7 @@ def test_what_is_read_back_is_what_was_on_the_wire(any_bits: bool) -> None:
         assert (out[size:] == 0x7F).all()
 
 
-def _without_gaps(version: StagedVersion) -> StagedVersion:
+def without_gaps(version: StagedVersion) -> StagedVersion:
     """With zeros between tensors, as packers send it."""
     tensors = {name: tensor.clone() for name, tensor in version.tensors()}
     version.segment.data.zero_()
@@ -183,16 +182,6 @@ def test_a_plan_is_proven_by_digests_of_what_passes(
     assert model.digests() == load_own_way(whole(Model()), second).digests()
     plan.load(first.segment.data)
     assert model.digests() == before
-
-
-@pytest.mark.parametrize("layer", ["embed", "qkv", "down", "up", "norm", "scale"])
-def test_one_bit_of_any_parameter_disproves_it(layer: str) -> None:
-    def flip(model: Model) -> None:
-        octets = model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)
-        octets[0] ^= 1
-
-    version = staged(1)
-    assert learnt_in_place(load_own_way(Model(), version), version, flip) is None
 
 
 def test_what_a_rank_holds_in_part_cannot_be_read_back() -> None:
@@ -245,7 +234,7 @@ class TwoHeads(Model):
 
 
 def test_a_tensor_that_goes_to_two_parameters_proves_both() -> None:
-    version = _without_gaps(staged(1))
+    version = without_gaps(staged(1))
     model = load_own_way(whole_columns(TwoHeads()), version)
     plan = learnt_in_place(model, version)
     assert plan is not None
@@ -258,7 +247,7 @@ def test_a_tensor_that_goes_to_two_parameters_proves_both() -> None:
 
 
 def test_an_expanded_parameter_cannot_be_read_back() -> None:
-    version = _without_gaps(staged(1))
+    version = without_gaps(staged(1))
     model = whole_columns(Model())
     model.scale.weight = torch.nn.Parameter(torch.zeros(3))
     load_own_way(model, version)
@@ -269,19 +258,9 @@ def test_an_expanded_parameter_cannot_be_read_back() -> None:
     assert learnt_in_place(model, version) is not None
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_no_plan_where_loading_is_more_than_copying(change: Change) -> None:
-    version = _without_gaps(staged(1))
-    model = whole_columns(Model())
-    change(model)
-    before = load_own_way(model, version).digests()
-    assert learnt_in_place(model, version) is None
-    assert model.digests() == before
-
-
 def test_no_plan_where_contents_decide() -> None:
     """Nothing lies where the copies are watched from."""
-    version = _without_gaps(staged(1))
+    version = without_gaps(staged(1))
     model = whole_columns(Model())
     model.loaders["norm"] = lambda p, w: p.data.copy_(w) if w.abs().sum() > 0 else None
     load_own_way(model, version)
@@ -289,7 +268,7 @@ def test_no_plan_where_contents_decide() -> None:
 
 
 def test_padding_of_a_parameter_is_no_part_of_the_wire() -> None:
-    version = _without_gaps(staged(1))
+    version = without_gaps(staged(1))
     model = load_own_way(whole_columns(Model()), version)
     assert model.embed.weight.shape[0] == PADDED > VOCAB
     plan = learnt_in_place(model, version)

@@ -21,6 +21,7 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS, VllmReplica
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica, sampling_params
+from tests.waits import eventually
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -69,8 +70,7 @@ class _Read:
 
 async def _started(engine: GeneratingEngine, answer: Generation) -> _Read:
     read, before = _Read(answer), len(engine.prompts)
-    while len(engine.prompts) == before:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(engine.prompts) != before)
     return read
 
 
@@ -103,8 +103,7 @@ async def test_a_reader_that_is_slow_changes_no_boundary(engine: GeneratingEngin
     replica = make_replica(engine)
     chunks = replica.generate(_order()).chunks()
     first = asyncio.ensure_future(anext(chunks))
-    while not engine.prompts:
-        await asyncio.sleep(0)
+    await eventually(lambda: engine.prompts)
     engine.emit(_ID, [10])
     await first
     engine.emit(_ID, [11, 12])
@@ -210,8 +209,7 @@ async def test_who_ends_it_ends_it_in_the_engine(engine: GeneratingEngine) -> No
     replica = make_replica(engine)
     chunks = (answer := replica.generate(_order(2))).chunks()
     first = asyncio.ensure_future(anext(chunks))
-    while not engine.prompts:
-        await asyncio.sleep(0)
+    await eventually(lambda: engine.prompts)
     engine.emit(_ID, [10])
     await first  # nobody reads on
     assert replica.num_requests() == 1
@@ -254,15 +252,6 @@ async def test_a_version_is_not_dropped_under_an_answer(engine: GeneratingEngine
     assert not await replica.retire(MATH_1)
     await asyncio.sleep(GRACE_SECONDS * 1.5)
     assert await replica.retire(MATH_1)
-
-
-async def test_new_requests_are_refused_as_over_http(engine: GeneratingEngine) -> None:
-    replica = make_replica(engine)
-    replica.refuse_requests("it is leaving")
-    with pytest.raises(PeerUnavailableError, match="it is leaving") as refused:
-        replica.generate(_order())
-    assert refused.value.reason == "REFUSING"
-    assert replica.num_requests() == 0
 
 
 class VLLMClientError(Exception):

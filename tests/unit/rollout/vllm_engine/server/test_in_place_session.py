@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.replica import VllmReplica
+from rollout_side.vllm_engine.worker.rank_results import RankResult
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
+from tests.waits import eventually
 from weft_rl.contract.errors import LoadFailedError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
 
@@ -44,9 +47,7 @@ class Fake:
         await self.replica.load_in_place(transfer_id, BASE, seconds)
 
     async def until(self, call: str) -> None:
-        async with asyncio.timeout(10):
-            while call not in self.engine.calls:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: call in self.engine.calls)
 
 
 @pytest.fixture
@@ -61,62 +62,81 @@ async def fake(request: pytest.FixtureRequest) -> AsyncIterator[Fake]:
     assert not left or all(t.cancelling() for t in left)
 
 
-async def test_a_commit_serves_what_was_loaded(fake: Fake) -> None:
-    await fake.load()
-    assert fake.calls() == BEGUN
-    assert fake.replica.loading == "t"
-    times = await fake.replica.apply_base("t", BASE, b"")
-    assert fake.calls() == SERVED
-    assert fake.replica.loading == fake.replica.dirty_reason == ""
+async def _carry_out(fake: Fake, action: str) -> None:
+    """A word for an order; a 2 is for another transfer."""
+    transfer_id = "t2" if action.endswith("2") else "t"
+    match action.rstrip("2"):
+        case "load":
+            await fake.load(transfer_id)
+        case "commit":
+            await fake.replica.apply_base(transfer_id, BASE, b"")
+        case "discard":
+            await fake.replica.discard(transfer_id)
+
+
+_CHANGED = {"weft_discard": [ok(changed=True, kept=False)]}
+_STAGED = ["pause", "weft_apply_base", *SERVED[1:]]
+
+
+@pytest.mark.parametrize(
+    ("actions", "answers", "calls", "loading", "is_dirty"),
+    [
+        ("load", {}, BEGUN, "t", False),
+        ("load commit", {}, [*BEGUN, *SERVED], "", False),
+        ("load load", {}, [*BEGUN, "weft_load_in_place"], "t", False),
+        # Nothing was loaded: requests go on.
+        ("load!", {"weft_load_in_place": [failed("NOT_STAGED")]}, [*BEGUN, "resume"], "", False),
+        ("load discard2", {}, [*BEGUN, "weft_discard"], "t", False),
+        ("load discard", {}, [*BEGUN, "weft_discard", "resume"], "", False),
+        ("load commit!", {"weft_loaded": [failed("NOT_STAGED")]},
+         [*BEGUN, "weft_loaded", "resume"], "", False),
+        # Something was: it stays paused until a base is loaded.
+        ("load discard", _CHANGED, [*BEGUN, "weft_discard"], "", True),
+        ("load discard load2", _CHANGED, [*BEGUN, "weft_discard", *BEGUN], "t2", True),
+        ("load discard load2 commit2", _CHANGED,
+         [*BEGUN, "weft_discard", *BEGUN, *SERVED], "", False),
+        ("load load2", _CHANGED, [*BEGUN, "weft_discard", *BEGUN], "t2", True),
+        ("load load2 discard", _CHANGED,
+         [*BEGUN, "weft_discard", *BEGUN, "weft_discard"], "t2", True),
+        ("load commit2", _CHANGED, [*BEGUN, "weft_discard", *_STAGED], "", False),
+        ("load commit!", {"weft_loaded": [failed("LOAD_FAILED", dirty=True)]},
+         [*BEGUN, "weft_loaded"], "", True),
+    ],
+)  # fmt: skip
+async def test_what_an_engine_is_told_in_order(
+    fake: Fake,
+    actions: str,
+    answers: dict[str, list[RankResult]],
+    calls: list[str],
+    loading: str,
+    is_dirty: bool,
+) -> None:
+    fake.engine.answers |= {name: lambda found=found: found for name, found in answers.items()}
+    for action in actions.split():
+        fails = pytest.raises((NotReadyError, LoadFailedError))
+        with fails if action.endswith("!") else contextlib.nullcontext():
+            await _carry_out(fake, action.rstrip("!"))
+    assert fake.calls() == calls
+    assert fake.replica.loading == loading
+    assert bool(fake.replica.dirty_reason) == is_dirty
+    assert bool(fake.replica.tracker.refuse_reason) == is_dirty
+
+
+async def test_a_commit_tells_how_long_it_took() -> None:
+    replica = make_replica(FakeEngine(), in_place=True)
+    await replica.load_in_place("t", BASE, LONG)
+    times = await replica.apply_base("t", BASE, b"")
     assert times.load_seconds == 2.0
     assert times.pause_seconds > 0
 
 
-async def test_the_order_may_come_again(fake: Fake) -> None:
+async def test_an_order_that_comes_again_and_fails_ends_nothing(fake: Fake) -> None:
     await fake.load()
-    await fake.load()
-    assert fake.calls() == [*BEGUN, "weft_load_in_place"]
     fake.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED")]
     with pytest.raises(NotReadyError):
         await fake.load()
-    assert fake.calls() == ["weft_load_in_place"]  # whoever ends it lets generation resume
+    assert fake.calls() == [*BEGUN, "weft_load_in_place"]  # whoever ends it has generation resume
     assert fake.replica.loading == "t"
-
-
-async def test_what_was_not_prepared_changes_nothing(fake: Fake) -> None:
-    fake.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED")]
-    with pytest.raises(NotReadyError):
-        await fake.load()
-    assert fake.calls() == [*BEGUN, "resume"]
-    assert fake.replica.loading == fake.replica.dirty_reason == ""
-
-
-async def test_discarded_before_anything_was_loaded(fake: Fake) -> None:
-    await fake.load()
-    fake.calls()
-    await fake.replica.discard("another")
-    assert fake.calls() == ["weft_discard"]
-    assert fake.replica.loading == "t"
-    await fake.replica.discard("t")
-    assert fake.calls() == ["weft_discard", "resume"]
-    assert fake.replica.loading == fake.replica.dirty_reason == ""
-
-
-async def test_discarded_midway_it_is_dirty_until_a_base_is_loaded(fake: Fake) -> None:
-    await fake.load()
-    fake.calls()
-    fake.leaves(changed=True)
-    await fake.replica.discard("t")
-    assert fake.calls() == ["weft_discard"]
-    assert "base@3 was being loaded in place" in fake.replica.dirty_reason
-    assert fake.replica.tracker.refuse_reason
-    assert not fake.replica.loading
-    await fake.load("t2")
-    assert fake.calls() == BEGUN
-    assert fake.replica.dirty_reason
-    await fake.replica.apply_base("t2", BASE, b"")
-    assert fake.calls() == SERVED
-    assert fake.replica.dirty_reason == fake.replica.tracker.refuse_reason == ""
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -157,50 +177,6 @@ async def test_what_was_loaded_whole_waits_for_a_late_word(fake: Fake, ends: str
         await fake.load("t2")
         assert fake.calls() == ["weft_discard", *BEGUN]
     assert fake.replica.dirty_reason
-
-
-async def test_another_load_takes_its_place(fake: Fake) -> None:
-    await fake.load()
-    fake.calls()
-    fake.leaves(changed=True)
-    await fake.load("t2")
-    assert fake.calls() == ["weft_discard", *BEGUN]
-    assert fake.replica.loading == "t2"
-    assert fake.replica.dirty_reason
-    await fake.replica.discard("t")  # late: it is the other one's
-    assert fake.replica.loading == "t2"
-
-
-async def test_a_staged_base_takes_its_place(fake: Fake) -> None:
-    await fake.load()
-    fake.calls()
-    fake.leaves(changed=True)
-    await fake.replica.apply_base("t2", BASE, b"")
-    assert fake.calls() == [
-        "weft_discard", "pause", "weft_apply_base", "base@3", "reset", "weft_keep_base", "resume",
-    ]  # fmt: skip
-    assert fake.replica.loading == fake.replica.dirty_reason == ""
-
-
-async def test_other_bytes_are_not_served(fake: Fake) -> None:
-    await fake.load()
-    fake.calls()
-    fake.engine.answers["weft_loaded"] = lambda: [failed("LOAD_FAILED", dirty=True)]
-    with pytest.raises(LoadFailedError):
-        await fake.replica.apply_base("t", BASE, b"")
-    assert fake.calls() == ["weft_loaded"]
-    assert fake.replica.dirty_reason
-    assert not fake.replica.loading
-
-
-async def test_a_commit_of_what_never_began_lets_requests_go_on(fake: Fake) -> None:
-    await fake.load()
-    fake.calls()
-    fake.engine.answers["weft_loaded"] = lambda: [failed("NOT_STAGED")]
-    with pytest.raises(NotReadyError):
-        await fake.replica.apply_base("t", BASE, b"")
-    assert fake.calls() == ["weft_loaded", "resume"]
-    assert fake.replica.loading == fake.replica.dirty_reason == ""
 
 
 async def test_no_adapter_comes_or_goes_meanwhile(

@@ -23,6 +23,7 @@ from tests.doubles.vllm import (
     make_replica,
     sampling_params,
 )
+from tests.waits import eventually
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, VersionChangedError
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
@@ -68,9 +69,7 @@ async def _generate(replica: VllmReplica) -> list[SampleChunk]:
 
 
 async def _begun(engine: GeneratingEngine, number: int) -> None:
-    async with asyncio.timeout(5):
-        while len(engine.prompts) < number:
-            await asyncio.sleep(0)
+    await eventually(lambda: len(engine.prompts) >= number)
 
 
 async def test_kept_requests_go_on_and_nothing_is_reset(engine: GeneratingEngine) -> None:
@@ -127,8 +126,7 @@ async def test_a_salt_changes_before_the_engine_keeps_its_requests(
     replica = make_replica(engine, running_requests="keep")
     engine.hang[KEEP_REQUESTS] = asyncio.Event()
     switch = asyncio.create_task(replica.apply_base("t", BASE, b""))
-    while KEEP_REQUESTS not in engine.calls:
-        await asyncio.sleep(0)
+    await eventually(lambda: KEEP_REQUESTS in engine.calls)
     request = _Http(engine, "r0")
     await _begun(engine, 1)
     await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from rollout_side.engine import SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok, started
+from tests.waits import eventually
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
@@ -21,6 +22,10 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import Sleep
 
 SLEPT = ["weft_sleep", "sleep 1"]
+DISCARDED = ["weft_sleep", "sleep 2"]
+WAKE, WOKEN = ["wake weights", "weft_wake"], ["wake weights", "weft_wake discarded"]
+AWAKE = ["wake kv_cache", "weft_awake", "resume"]
+ADDED = ["weft_load_adapter"]
 LOADED = ["pause", "weft_apply_base", "base@3", "reset", "weft_keep_base"]
 
 
@@ -49,26 +54,68 @@ def _refused(replica: VllmReplica) -> str:
     return replica.tracker.refuse_reason
 
 
-async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
-    engine, replica = await _asleep()
-    assert engine.calls == SLEPT
-    assert replica.asleep == Sleep("t1")
+async def _carry_out(replica: VllmReplica, action: str) -> None:
+    """One word for an order: a 2 discards the weights."""
+    match action:
+        case "sleep" | "sleep2":
+            await fall_asleep(replica, _order(level=2 if action.endswith("2") else 1))
+        case "wake":
+            await replica.wake_up()
+        case "base":
+            await replica.apply_base("t", BASE, b"")
+        case "adapter":
+            await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+
+
+_FILES = ["pause", "weft_apply_base", "base@0", "reset", "weft_keep_base"]
+
+
+@pytest.mark.parametrize(
+    ("actions", "calls", "asleep", "lacks_base"),
+    [
+        ("sleep", SLEPT, Sleep("t1"), False),
+        ("sleep wake", [*SLEPT, *WAKE, *AWAKE], None, False),
+        ("sleep wake wake", [*SLEPT, *WAKE, *AWAKE], None, False),
+        # It stays paused, and wakes what it needs.
+        ("sleep base", [*SLEPT, *WAKE, *LOADED], Sleep("t1", weights_awake=True), False),
+        ("sleep base sleep", [*SLEPT, *WAKE, *LOADED, *SLEPT], Sleep("t1"), False),
+        ("sleep adapter wake", [*SLEPT, *WAKE, *ADDED, *AWAKE], None, False),
+        # Its weights are discarded: those come that were pushed, or those of its files.
+        ("sleep2", DISCARDED, Sleep("t1", level=2), True),
+        ("sleep2 base", [*DISCARDED, *WOKEN, *LOADED], Sleep("t1", True, 2), False),
+        ("sleep2 base wake", [*DISCARDED, *WOKEN, *LOADED, *AWAKE], None, False),
+        ("sleep2 wake", [*DISCARDED, *WOKEN, *AWAKE[:-1], "pause", *_FILES, "resume"], None, False),
+        ("sleep2 sleep", DISCARDED, Sleep("t1", level=2), True),
+        ("sleep2 adapter sleep", [*DISCARDED, *WOKEN, *ADDED, *SLEPT], Sleep("t1"), True),
+    ],
+)
+async def test_what_an_engine_is_told_in_order(
+    actions: str, calls: list[str], asleep: Sleep | None, lacks_base: bool
+) -> None:
+    engine, replica = started(can_sleep=True)
+    for action in actions.split():
+        await _carry_out(replica, action)
+    assert engine.calls == calls
+    assert (replica.asleep, replica.lacks_base) == (asleep, lacks_base)
+    assert bool(_refused(replica)) == (asleep is not None)
+
+
+async def test_what_asks_a_sleeping_replica_is_told_where_to_go() -> None:
+    _, replica = await _asleep()
     assert _refused(replica) == (
         "the replica sleeps by order of trainer 't1'; ask another replica, or again once it is "
         "awake"
     )
-    await replica.wake_up()
-    assert engine.calls == [
-        *SLEPT,
-        "wake weights",
-        "weft_wake",
-        "wake kv_cache",
-        "weft_awake",
-        "resume",
-    ]
-    assert (replica.asleep, _refused(replica)) == (None, "")
-    await replica.wake_up()
-    assert engine.calls[-1] == "resume"
+
+
+async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
+    engine, replica = started(can_sleep=True)
+    for action in ("sleep", "base", "sleep"):
+        await _carry_out(replica, action)
+    assert engine.calls[-3:] == ["weft_sleep", "wake kv_cache", "sleep 1"]
 
 
 async def test_one_that_was_not_started_for_it_is_refused() -> None:
@@ -77,25 +124,6 @@ async def test_one_that_was_not_started_for_it_is_refused() -> None:
         await fall_asleep(make_replica(engine), _order())
     assert caught.value.reason == "SLEEP_DISABLED"
     assert engine.calls == []
-
-
-async def test_a_base_wakes_the_weights_and_nothing_else() -> None:
-    engine, replica = await _asleep()
-    await replica.apply_base("t", BASE, b"")
-    assert engine.calls == [*SLEPT, "wake weights", "weft_wake", *LOADED]  # it stays paused
-    assert replica.asleep == Sleep("t1", weights_awake=True)
-    assert _refused(replica)
-    await fall_asleep(replica, _order())  # again
-    assert engine.calls[-2:] == SLEPT
-    assert replica.asleep == Sleep("t1")
-
-
-async def test_woken_weights_are_not_woken_twice() -> None:
-    engine, replica = await _asleep()
-    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
-    await replica.wake_up()
-    assert engine.calls.count("wake weights") == 1
-    assert engine.calls[-3:] == ["wake kv_cache", "weft_awake", "resume"]
 
 
 async def test_asleep_no_adapter_is_dropped() -> None:
@@ -135,8 +163,7 @@ async def test_requests_are_aborted_until_none_is_left() -> None:
     engine, replica = started(can_sleep=True)
     with replica.tracker.running():
         sleeping = asyncio.create_task(fall_asleep(replica, _order(aborts=True)))
-        while engine.calls.count("abort all") < 2:
-            await asyncio.sleep(0)
+        await eventually(lambda: engine.calls.count("abort all") >= 2)
     await sleeping
     assert engine.calls == [*["abort all", "resume"] * 2, *SLEPT]
 
@@ -148,8 +175,7 @@ async def test_a_dirty_engine_aborts_requests_and_stays_paused() -> None:
         await replica.apply_base("t", BASE, b"")
     with replica.tracker.running():
         sleeping = asyncio.create_task(fall_asleep(replica, _order(aborts=True)))
-        while "abort all" not in engine.calls:
-            await asyncio.sleep(0)
+        await eventually(lambda: "abort all" in engine.calls)
     await sleeping
     assert "resume" not in engine.calls
 
@@ -211,8 +237,7 @@ async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
     engine.hang["sleep"] = asyncio.Event()
     orders = SleepOrders(replica, OrderQueue())
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
-    while "sleep 1" not in engine.calls:
-        await asyncio.sleep(0)
+    await eventually(lambda: "sleep 1" in engine.calls)
     waking = asyncio.create_task(orders.wake_up())
     await asyncio.sleep(0.05)
     assert _refused(replica)
@@ -249,9 +274,7 @@ async def test_one_whose_caller_goes_away_is_carried_out() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-    async with asyncio.timeout(2.0):
-        while replica.asleep is None:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: replica.asleep is not None)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -272,8 +295,7 @@ async def test_who_reads_the_weights_keeps_no_commit_waiting() -> None:
     replica = make_replica(engine, can_sleep=True)
     orders = SleepOrders(replica, queue := OrderQueue())
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
-    while engine.calls.count("weft_sleep") < 2:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: engine.calls.count("weft_sleep") >= 2)
     await asyncio.wait_for(queue.run(replica.apply_base("t", BASE, b""), "it"), 2.0)
     assert _refused(replica)
     free[0] = True
@@ -317,21 +339,6 @@ async def test_an_engine_that_fails_as_it_falls_asleep_is_never_woken() -> None:
     assert "half of it is gone" in _refused(replica)
 
 
-DISCARDED = ["weft_sleep", "sleep 2"]
-WOKEN = ["wake weights", "weft_wake discarded"]
-
-
-async def test_without_its_weights_it_wakes_with_those_that_were_pushed() -> None:
-    engine, replica = await _asleep(level=2)
-    assert replica.asleep == Sleep("t1", level=2)
-    assert replica.lacks_base
-    await replica.apply_base("t", BASE, b"")
-    assert replica.asleep == Sleep("t1", weights_awake=True, level=2)
-    await replica.wake_up()
-    assert engine.calls == [*DISCARDED, *WOKEN, *LOADED, "wake kv_cache", "weft_awake", "resume"]
-    assert _refused(replica) == ""
-
-
 async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
     engine = FakeEngine()
     held = {"transfer_id": "t0", "content_digest": b"", "manifest": b"m"}
@@ -348,14 +355,6 @@ async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
     assert (replica.dirty_reason, _refused(replica)) == ("", "")
 
 
-async def test_what_it_was_started_with_comes_from_its_files() -> None:
-    engine, replica = await _asleep(level=2)
-    await replica.wake_up()
-    loaded = ["pause", "weft_apply_base", "base@0", "reset", "weft_keep_base", "resume"]
-    assert engine.calls == [*DISCARDED, *WOKEN, "wake kv_cache", "weft_awake", "pause", *loaded]
-    assert engine.last_args["weft_apply_base"] == ("", b"")
-
-
 async def test_with_nothing_to_load_it_is_awake_and_dirty_until_a_base_comes() -> None:
     engine, replica = started(can_sleep=True)
     engine.answers["weft_held"] = lambda: [failed("VERSION_UNKNOWN")]
@@ -369,28 +368,6 @@ async def test_with_nothing_to_load_it_is_awake_and_dirty_until_a_base_comes() -
     await replica.apply_base("t", BASE, b"")
     assert engine.calls[-1] == "resume"
     assert (replica.dirty_reason, _refused(replica)) == ("", "")
-
-
-async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
-    engine, replica = await _asleep(level=2)
-    await fall_asleep(replica, _order(level=1))
-    assert replica.asleep == Sleep("t1", level=2)
-    assert replica.lacks_base
-    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
-    await fall_asleep(replica, _order(level=1))
-    assert engine.calls[-2:] == SLEPT
-    assert replica.asleep == Sleep("t1", level=1)
-    assert replica.lacks_base
-
-
-async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
-    engine, replica = await _asleep()
-    await replica.apply_base("t", BASE, b"")
-    await fall_asleep(replica, _order())
-    assert engine.calls[-3:] == ["weft_sleep", "wake kv_cache", "sleep 1"]
 
 
 async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
