@@ -305,10 +305,9 @@ class SimCoordinator(Process):
 
     def serve(self, method: str, args: dict[str, Any], timeout: float) -> tuple[Future, Any]:
         """Take a call from the network; the event that it becomes is posted at once."""
-        handler: Callable[..., events.Event | None] = getattr(self._services, method)
         future, ticket = Future(), next(self._tickets)
         try:
-            event = handler(ticket=ticket, timeout=timeout, **args)
+            event = self._services.event(method, ticket, timeout, **args)
         except WeftError as error:
             future.set(error=error)
             return future, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.names import PolicyVersion
@@ -14,8 +16,23 @@ if TYPE_CHECKING:
     from tests.sim.coordinator import SimCoordinator
 
 
+#: Calls whose event is made of what they are called with.
+_PLAIN: dict[str, Callable[..., events.Event]] = {
+    "leave": events.Leave,
+    "acquire": events.AcquirePolicy,
+    "renew": events.RenewLease,
+    "release": events.ReleasePolicy,
+    "retain": events.SetRetention,
+    "forget": events.ForgetPolicy,
+    "take_out_of_service": events.Cordon,
+    "uncordon": events.Uncordon,
+    "cancel": events.CancelTransfer,
+    "drain": events.Drain,
+}
+
+
 class Services:
-    """A method for each call: its event, or None where it is answered at once.
+    """A method for each other call: its event, or None where it is answered at once.
 
     Raises:
         WeftError: It is refused at once.
@@ -23,6 +40,13 @@ class Services:
 
     def __init__(self, coordinator: SimCoordinator) -> None:
         self._coordinator = coordinator
+
+    def event(self, method: str, ticket: int, timeout: float, **args: Any) -> events.Event | None:
+        """The event of a call."""
+        if method in _PLAIN:
+            return _PLAIN[method](ticket=ticket, **args)
+        made: events.Event | None = getattr(self, method)(ticket=ticket, timeout=timeout, **args)
+        return made
 
     def register(self, timeout: float, held: list[HeldVersion], **args: Any) -> events.Event:
         heard = self._heard(held)
@@ -41,29 +65,15 @@ class Services:
         records = {name: self._coordinator.world.catalog.find_transfer(name) for name in staged}
         return events.Heartbeat(**args, staged=records, held=self._heard(held))
 
-    def leave(self, timeout: float, **args: Any) -> events.Event:
-        return events.Leave(**args)
-
     def describe(self, ticket: int, timeout: float) -> events.Event:
         return events.DescribeTarget(ticket, self._answer_by(timeout))
-
-    def acquire(self, timeout: float, **args: Any) -> events.Event:
-        return events.AcquirePolicy(**args)
-
-    def renew(self, timeout: float, **args: Any) -> events.Event:
-        return events.RenewLease(**args)
-
-    def release(self, timeout: float, **args: Any) -> events.Event:
-        return events.ReleasePolicy(**args)
 
     def put_manifest(self, ticket: int, timeout: float, digest: bytes) -> None:
         self._coordinator.manifests.add(digest)
 
     def begin(self, timeout: float, layout: Any, time_left: float, **args: Any) -> events.Event:
         deadline = self._coordinator.clock.now + time_left
-        answer_by = min(deadline, self._answer_by(timeout))
-        ticket = args["ticket"]
-        self._tick_after(answer_by, ticket)
+        answer_by = self._answered_by(args["ticket"], timeout, deadline)
         return events.BeginTransfer(
             **args,
             layout_digest=layout.digest,
@@ -75,15 +85,16 @@ class Services:
             recorded=self._recorded(args["policy"], args["request_id"]),
         )
 
-    def _tick_after(self, answer_by: float, ticket: int) -> None:
-        """Let it be answered then, though nothing else happens."""
-        coordinator = self._coordinator
+    def _answered_by(self, ticket: int, timeout: float, deadline: float = math.inf) -> float:
+        """When a call is answered, though nothing else happens by then."""
+        coordinator, answer_by = self._coordinator, min(deadline, self._answer_by(timeout))
 
         def tick() -> None:
             if coordinator.alive and ticket in coordinator.calls:
                 coordinator.post(events.Tick())
 
         coordinator.clock.after(answer_by - coordinator.clock.now + 0.001, tick)
+        return answer_by
 
     def _recorded(self, policy_name: str, request_id: str) -> Any:
         policy = self._coordinator.state.policies.get(policy_name)
@@ -118,8 +129,7 @@ class Services:
         return None
 
     def rollback(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
-        answer_by = self._answer_by(timeout)
-        self._tick_after(answer_by, ticket)
+        answer_by = self._answered_by(ticket, timeout)
         recorded = self._coordinator.flushed(version)
         ids = self._coordinator.new_transfer_ids()
         return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
@@ -134,42 +144,20 @@ class Services:
         recorded = self._coordinator.flushed(version)
         return events.Retire(ticket, version, recorded)
 
-    def retain(self, timeout: float, **args: Any) -> events.Event:
-        return events.SetRetention(**args)
-
-    def forget(self, timeout: float, **args: Any) -> events.Event:
-        return events.ForgetPolicy(**args)
-
-    def take_out_of_service(self, timeout: float, **args: Any) -> events.Event:
-        return events.Cordon(**args)
-
-    def uncordon(self, timeout: float, **args: Any) -> events.Event:
-        return events.Uncordon(**args)
-
     def sleep_rollouts(self, ticket: int, timeout: float, **args: Any) -> events.Event:
-        answer_by = self._answer_by(timeout)
-        self._tick_after(answer_by, ticket)
+        answer_by = self._answered_by(ticket, timeout)
         return events.SleepRollouts(ticket=ticket, answer_by=answer_by, **args)
 
     def wake_rollouts(
         self, ticket: int, timeout: float, fencing_token: int, session_id: str
     ) -> events.Event:
-        answer_by = self._answer_by(timeout)
-        self._tick_after(answer_by, ticket)
+        answer_by = self._answered_by(ticket, timeout)
         return events.WakeRollouts(ticket, fencing_token, session_id, answer_by)
 
     def sleep_replica(self, ticket: int, timeout: float, replica_id: str) -> events.Event:
-        answer_by = self._answer_by(timeout)
-        self._tick_after(answer_by, ticket)
+        answer_by = self._answered_by(ticket, timeout)
         return events.SleepReplica(ticket, replica_id, True, 1.0, answer_by, level=2)
 
     def wake_replica(self, ticket: int, timeout: float, replica_id: str) -> events.Event:
-        answer_by = self._answer_by(timeout)
-        self._tick_after(answer_by, ticket)
+        answer_by = self._answered_by(ticket, timeout)
         return events.WakeReplica(ticket, replica_id, answer_by)
-
-    def drain(self, timeout: float, **args: Any) -> events.Event:
-        return events.Drain(**args)
-
-    def cancel(self, timeout: float, **args: Any) -> events.Event:
-        return events.CancelTransfer(**args)
