@@ -103,8 +103,8 @@ class SelectorWaker:
 
 #: Threads that wait for further work: a push makes several calls, and a new thread takes longer to
 #: begin than a short one takes.
-_IDLE: deque[_Worker] = deque()
-os.register_at_fork(after_in_child=_IDLE.clear)
+IDLE: deque[_Worker] = deque()
+os.register_at_fork(after_in_child=IDLE.clear)
 _IDLE_SECONDS = 1.0
 
 
@@ -122,13 +122,13 @@ class _Worker(threading.Thread):
                 work = self.works.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 with contextlib.suppress(ValueError):
-                    _IDLE.remove(self)
+                    IDLE.remove(self)
                     return
                 # Taken just now. No deadline: whoever took it may be stopped before it gives the
                 # work, which would be lost.
                 work = self.works.get()
             work()
-            _IDLE.append(self)
+            IDLE.append(self)
 
 
 class OwnThread(Generic[_T]):
@@ -152,7 +152,7 @@ class OwnThread(Generic[_T]):
     def start(self) -> OwnThread[_T]:
         """Begin the work; returns at once."""
         try:
-            worker = _IDLE.pop()
+            worker = IDLE.pop()
         except IndexError:
             worker = _Worker()
             worker.start()

@@ -460,7 +460,7 @@ class Receiver:
     def __init__(self, store: WorkerStore, tracer: Tracer = NO_TRACER) -> None:
         self._store, self._tracer = store, tracer
         self._lock = threading.Lock()
-        self._groups: dict[str, GroupReceiver] = {}
+        self.groups: dict[str, GroupReceiver] = {}
         self._probe: Probe | None = None
 
     def join(self, order: JoinOrder) -> None:
@@ -472,9 +472,9 @@ class Receiver:
                 if _leave_for(ticket, self._probe):
                     self._probe = Probe(ticket, self._store.threads)
                 return
-            former = self._groups.get(trainer_id)
+            former = self.groups.get(trainer_id)
             if _leave_for(ticket, former):
-                self._groups[trainer_id] = GroupReceiver(
+                self.groups[trainer_id] = GroupReceiver(
                     ticket, trainer_id, self._store, former, self._tracer
                 )
 
@@ -483,9 +483,9 @@ class Receiver:
         with self._lock:
             if self._probe is not None:
                 self._probe.leave()
-            for group in self._groups.values():
+            for group in self.groups.values():
                 group.leave()
-            self._groups.clear()
+            self.groups.clear()
 
 
 def _leave_for(ticket: GroupTicket, former: GroupReceiver | Probe | None) -> bool:

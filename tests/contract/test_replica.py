@@ -106,7 +106,7 @@ async def test_a_place_in_a_group_that_cannot_be(served: Served, place: dict[str
     plan = _plan(**{"rank": 1, **place})
     joining = served.stub.JoinGroup(replica_pb2.JoinGroupRequest(trainer_id="t", group=plan))
     assert await refusal(joining) == "INVALID_ARGUMENT/INVALID_REQUEST"
-    assert not served.engine.receiver._groups
+    assert not served.engine.receiver.groups
     place["rank"] = place.get("rank", 0) + 1  # nor is it a sender's
     plan = _plan(**place)
     sending = served.stub.SendVersion(replica_pb2.SendVersionRequest(version=BASE_1, group=plan))

@@ -230,7 +230,7 @@ class World:
             serving.dirty_reason,
             dict(engine.aliases),
             engine.store.retained_bases(),
-            sorted(group for group in engine.receiver._groups if group != "fuzz"),
+            sorted(group for group in engine.receiver.groups if group != "fuzz"),
             sorted(engine.cloner._sending),
         )
 

@@ -142,7 +142,7 @@ def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
         if "seconds_to_tick" in vars(module):  # hasattr would load what is lazy
             monkeypatch.setattr(module, "seconds_to_tick", lambda: _LONG_SECONDS)
     monkeypatch.setattr(driver, "TICK_SECONDS", _LONG_SECONDS)
-    until(lambda: not interrupts._IDLE)  # threads of no process here, which would make its calls
+    until(lambda: not interrupts.IDLE)  # threads of no process here, which would make its calls
     with ExitStack() as stack:
         trace = stack.enter_context(Trace())
         with trace.process("coordinator"):

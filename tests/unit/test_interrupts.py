@@ -51,7 +51,7 @@ def test_one_call_after_the_other_is_made_by_one_thread_which_then_ends() -> Non
     def fail() -> None:
         raise ValueError("here")
 
-    first, idle = on_own_thread(threading.current_thread), interrupts._IDLE
+    first, idle = on_own_thread(threading.current_thread), interrupts.IDLE
     until(lambda: first in idle)
     with pytest.raises(ValueError, match="here"):
         on_own_thread(fail)

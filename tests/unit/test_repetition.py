@@ -19,7 +19,7 @@ MAX_COPIES = 7
 #: Calls of ``time.sleep`` in tests: what is waited for has a condition, see ``tests.waits``.
 MAX_SLEEPS = 49
 #: Lines of tests that name a private attribute of another object or module; wanted are 158.
-MAX_REACHES = 207
+MAX_REACHES = 198
 #: Fields of one value from which on a message repeats it.
 _FIELDS_OF_A_COPY = 3
 _SERVICES = {

@@ -168,6 +168,6 @@ def test_a_receive_that_an_abort_overtakes_is_given_back(monkeypatch: pytest.Mon
             receiver.broadcast(torch.zeros(SIZE, dtype=torch.uint8), 20.0, options=BORROWS)
         backend.thread.join(10.0)
         assert not backend.thread.is_alive()
-        assert not members._KEPT
+        assert not members.KEPT
         assert sent.done
         sender.close()

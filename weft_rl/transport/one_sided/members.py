@@ -73,7 +73,7 @@ _WELCOME_SECONDS = 30.0
 _RETURN_SECONDS = 60.0
 # Connections of groups that are over whose memory is mapped here still: they close when it is not,
 # or with the process. Referenced, because they close with their last reference, too.
-_KEPT: set[MemberConnection] = set()
+KEPT: set[MemberConnection] = set()
 # Connections of this user's processes that have said nothing (yet).
 _MAX_SILENT = 64
 # After an accept that failed; the receivers that have come are heard as much later.
@@ -329,17 +329,17 @@ class OneSidedReceiver:
         """Unmap the sender's memory, and close the connection once nothing is mapped any more.
         Called with ``_returned`` held: by the thread, or by whoever gives back lent memory after
         it."""
-        _KEPT.discard(connection)
+        KEPT.discard(connection)
         if self._lent.total():
             _log.error("a sender's memory stays mapped: it is still read")
-            _KEPT.add(connection)
+            KEPT.add(connection)
             return
         for export_id, mapped in [*self._mapped.items()]:
             try:
                 mapped.close()
             except PeerError as error:
                 _log.error("a sender's memory stays mapped: %s", error)
-                _KEPT.add(connection)
+                KEPT.add(connection)
             else:
                 del self._mapped[export_id]
         if not self._mapped:

@@ -139,7 +139,7 @@ def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
     until(lambda: not cudart.allocated)
     assert not cudart.mapped
     assert not cudart.freed_while_mapped
-    assert not members._KEPT
+    assert not members.KEPT
 
 
 @pytest.mark.usefixtures("lent_by_double")
@@ -174,8 +174,8 @@ def test_what_cuda_does_not_unmap_is_not_freed(join: Join, cudart: CudartDouble,
     assert len(cudart.mapped) == 1
     assert not cudart.freed_while_mapped
     assert set(cudart.mapped) <= set(cudart.allocated)
-    (connection,) = members._KEPT
-    members._KEPT.clear()
+    (connection,) = members.KEPT
+    members.KEPT.clear()
     connection.close()
     until(lambda: not sender.thread.is_alive())
 
