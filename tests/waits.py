@@ -6,9 +6,18 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Return the result of a function that a thread runs, which ends with it."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return future
 
 
 def until(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.waits import stays, until
+from tests.waits import in_thread, stays, until
 from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import SendPlan, WireBucket, make_send_plan, plan_buckets, whole_plan
@@ -125,9 +125,7 @@ def group_of(rank: SendingRank) -> Any:
 
 def _send(rank: SendingRank, buckets: Buckets) -> tuple[Group, SenderProgress, Future[bytes]]:
     sending = SenderProgress("t1", buckets, time.monotonic() + 20)
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(rank.send, sending)
-    pool.shutdown(wait=False)
+    future = in_thread(rank.send, sending)
     return group_of(rank), sending, future
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch
 from rollout_side.memory import handoff as handoff_module
 from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.store import WorkerStore
-from tests.waits import until
+from tests.waits import in_thread, until
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,
@@ -50,14 +48,6 @@ def wire(index: int) -> torch.Tensor:
 def put_all(handoff: HandoffQueue, begin: int = 0) -> None:
     for index in range(begin, COUNT):
         handoff.put(index, wire(index), [index])
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Its result; the thread ends with it."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args)
-    pool.shutdown(wait=False)
-    return future
 
 
 def test_a_bucket_s_memory_is_free_when_the_next_one_is_asked_for() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from rollout_side.memory.handoff import Handoff, HandoffQueue, RankHandoff, RankServer
 from rollout_side.receive.incoming_buckets import LoadingSink, ReceiveRing
@@ -89,10 +86,3 @@ class Loader:
             if not handoff.is_begun:
                 raise
             raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args)
-    pool.shutdown(wait=False)
-    return future

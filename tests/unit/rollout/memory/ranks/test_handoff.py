@@ -20,10 +20,9 @@ from tests.unit.rollout.memory.ranks.members import (
     WAIT_SECONDS,
     Loader,
     Replica,
-    in_thread,
     nothing,
 )
-from tests.waits import stays, until
+from tests.waits import in_thread, stays, until
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,

@@ -32,10 +32,9 @@ from tests.unit.rollout.memory.ranks.members import (
     WAIT_SECONDS,
     Loader,
     Replica,
-    in_thread,
     nothing,
 )
-from tests.waits import stays
+from tests.waits import in_thread, stays
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,

@@ -44,6 +44,22 @@ def test_an_environment_of_one_of_several_engines(name: str, taken: str) -> None
         refuse_environment({name: "2"}, allow=True)
 
 
+_REFUSED = """
+    --data-parallel-size --data-parallel-size-local --data-parallel-rank
+    --data-parallel-start-rank --data-parallel-address --data-parallel-rpc-port
+    --data-parallel-backend --data-parallel-hybrid-lb --data-parallel-external-lb
+    --data-parallel-multi-port-external-lb --pipeline-parallel-size
+    --prefill-context-parallel-size --api-server-count --nnodes --node-rank --master-addr
+    --master-port --distributed-executor-backend --headless --grpc --uds --enable-eplb
+    --enable-elastic-ep --enable-mixed-moe-lora-format --enable-moe-shared-loras
+    --offload-group-size
+"""
+
+
+def test_no_option_that_makes_a_replica_wrong_is_forgotten() -> None:
+    assert [*REFUSED_OPTIONS] == _REFUSED.split()
+
+
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
 def test_arguments_are_refused_by_a_sentence_unless_they_change_nothing(name: str) -> None:
     dest, refused = name.removeprefix("--").replace("-", "_"), REFUSED_OPTIONS[name]
