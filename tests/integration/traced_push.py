@@ -160,7 +160,7 @@ def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     until(lambda: not interrupts.IDLE)  # threads of no process here, which would make its calls
     with ExitStack() as stack:
         trace = stack.enter_context(Trace())
-        monkeypatch.setattr(interrupts, "_IDLE", trace.idle_threads())
+        monkeypatch.setattr(interrupts, "IDLE", trace.idle_threads())
         with trace.process("coordinator"):
             coordinator = Pool(
                 folder / "weft.db",
