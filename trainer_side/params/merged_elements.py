@@ -135,7 +135,6 @@ class LoraFactors:
         self._whole, self._exact = {}, {}
 
     def _held(self, places: Sequence[tuple[str, HeldRun]]) -> list[torch.Tensor]:
-        """Return this rank's elements at its places."""
         numbers = dict.fromkeys(self._elements, 0)
         held = []
         for name, _ in places:

@@ -288,7 +288,6 @@ class PoolClient:
         return fingerprint
 
     def _use(self, selected: SelectedBackend) -> None:
-        """Put the selected backend into the request of the push."""
         assert self._request is not None
         self._request.backend, self._request.backend_reason = selected.name, selected.why
         is_tried = BACKENDS[selected.name].within_host

@@ -543,7 +543,6 @@ class _LinkSum:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

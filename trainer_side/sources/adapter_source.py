@@ -107,7 +107,6 @@ def check_config(config_json: str) -> None:
 
 
 def _check_all_sent(opened: OpenedModel, adapter_name: str) -> None:
-    """Refuse a model that trains more than the adapter."""
     check_all_sent(
         last_walk(opened.module),
         adapter_name,

@@ -100,13 +100,11 @@ def _without_targeted_bases(tensors: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a safetensors file."""
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _opened(path: Path) -> Any:
-    """Open a safetensors file."""
     open_file = _safe_open()
     if not path.is_file():  # a pipe or a device would have no end
         raise InvalidRequestError(f"{path} is no regular file")
