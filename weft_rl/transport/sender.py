@@ -390,7 +390,9 @@ class SendingRank:
             if time.monotonic() >= deadline:
                 raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
             self._say(pb.ACTIVITY_WAITING)
-        self._raise_end()
+        # The end of a group may come with the last word on what was waited for.
+        if not ready():
+            self._raise_end()
 
     def _say(self, activity: pb.Activity.ValueType) -> None:
         """Report what the thread that makes and sends buckets does, if a report is due."""

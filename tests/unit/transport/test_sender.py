@@ -53,7 +53,7 @@ class Group:
     """Stands for ``Membership``: remembers what is sent, and says what it is told to say."""
 
     def __init__(self, ticket: GroupTicket, device: torch.device, **told: Any) -> None:
-        self.on_message = told["on_message"]
+        self.on_message, self.on_closed = told["on_message"], told["on_closed"]
         self.sent: list[int] = []
         self.operations: list[_Operation] = []
         self.reports: list[rendezvous_pb2.AttendRequest] = []
@@ -226,6 +226,19 @@ def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: Send
     other.release(NUM_BUCKETS)
     assert after.send(sending) == content_digest([10, 11, 12, 13, 14])
     assert (buckets.made, other.sent) == ([0, 1, 2, 3, 4], [1, 2, 3, 4])
+
+
+def test_what_is_released_has_been_sent_also_where_the_group_has_ended_since(
+    rank: SendingRank,
+) -> None:
+    """Of a clone the last word on its buckets and the end of its group come together."""
+    group = group_of(rank)
+    group.start()
+    group.release(NUM_BUCKETS)
+    group.on_closed(WeftError("the group has ended"))
+    _, sending, future = _send(rank, Buckets())
+    assert future.result(5) == content_digest([10, 11, 12, 13, 14])
+    assert sending.num_released == NUM_BUCKETS
 
 
 def test_a_receiver_that_lost_what_is_no_longer_held_ends_it(rank: SendingRank) -> None:
