@@ -80,10 +80,8 @@ def adopt(change: Change, event: events.Register) -> None:
 
 
 def _knows_more(state: PoolState, event: events.Register) -> bool:
-    """Return whether a replica was told newer orders than this catalog had when it was opened.
-
-    That is so if it has served a coordinator that had counted further.
-    """
+    """Return whether a replica was told newer orders than this catalog had when it was opened, by a
+    coordinator that had counted further."""
     if event.last_coordinator_id == state.coordinator_id:
         return False
     generation = state.opened_generation < event.last_coordinator_generation + 1 <= MAX_NUMBER

@@ -250,7 +250,6 @@ class Catalog:
         return sorted(self._rows.select(EVENTS, {}), key=itemgetter(0))
 
     def _read_kept(self) -> dict[str, deque[int]]:
-        """Return the numbers of the events that are kept, by what they are kept with."""
         kept = defaultdict[str, deque[int]](deque)
         for row in self._events():
             past = event_from_row(row)
