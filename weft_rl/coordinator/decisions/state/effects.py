@@ -12,9 +12,9 @@ from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, HeldVersion
+from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, HeldVersion, OutOfService
 from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -210,7 +210,6 @@ class RegisterAnswer(CallAnswer):
     reference_wanted: bool
     coordinator_generation: int
     coordinator_id: str = ""
-    refuse_reason: str = ""
     order_number: int = 0
     out_of_service: OutOfService | None = None
     epoch: int = 0
@@ -225,7 +224,6 @@ class HeartbeatAnswer(CallAnswer):
     drain: DrainNote | None = None
     in_transfer: bool = False
     pinned_base_versions: tuple[int, ...] = ()
-    refuse_reason: str = ""
     held_versions_wanted: bool = False
     coordinator_generation: int = 0
     order_number: int = 0
@@ -461,7 +459,7 @@ class CallRefuse(ReplicaCall):
     replica_id: str
     incarnation: str
     address: str
-    refuse_reason: str
+    out_of_service: OutOfService | None
     order_number: int
 
 

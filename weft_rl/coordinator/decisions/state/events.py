@@ -17,9 +17,9 @@ from weft_rl.contract.checkpoint import Checkpoint
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
-from weft_rl.contract.replica_report import ReplicaReport, Sleep
+from weft_rl.contract.replica_report import OutOfService, ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
-from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
+from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
 from weft_rl.coordinator.decisions.state.transfer import RankReport, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
