@@ -25,13 +25,13 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import (
     DrainNote,
     EngineReport,
+    OutOfService,
     ReplicaReport,
     ReplicaWork,
     Sleep,
 )
 from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import VersionDifference
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import ContentDigest
@@ -219,7 +219,6 @@ def _beat_to(answer: effects.HeartbeatAnswer) -> registry_pb2.HeartbeatResponse:
         ready=answer.ready,
         drain=_drain_to(answer.drain),
         in_transfer=answer.in_transfer,
-        refuse_reason=answer.refuse_reason,
         pinned_base_versions=answer.pinned_base_versions,
         held_versions_wanted=answer.held_versions_wanted,
         coordinator_generation=answer.coordinator_generation,

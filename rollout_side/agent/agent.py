@@ -406,7 +406,7 @@ class Agent:
             self._in_transfer = answer.in_transfer
         if answer.drain is not None:
             self.drain(answer.drain.time_left_seconds, answer.drain.reason)
-        if self.order_refusal(answer.order, answer.refuse_reason):
+        if self.order_refusal(answer.order, answer.out_of_service.refusal):
             self.hurry()
         self._pins_ordered = answer.pinned_base_versions
         absent = {one.policy: one for one in answer.absent_policies}

@@ -30,12 +30,20 @@ from weft_rl.contract.replica_report import (
     AbsentPolicy,
     DrainNote,
     HeldVersion,
+    OutOfService,
     ReplicaReport,
     Sleep,
 )
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import check_target, open_aio_channel, open_channel
-from weft_rl.rpc.codec import CAPABILITIES, CHECKPOINT, HELD, REPORT, duration_from_proto
+from weft_rl.rpc.codec import (
+    CAPABILITIES,
+    CHECKPOINT,
+    HELD,
+    OUT_OF_SERVICE,
+    REPORT,
+    duration_from_proto,
+)
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import reference_to_chunks
 from weft_rl.rpc.security.credentials import Credentials
@@ -97,10 +105,10 @@ class HeartbeatOrders:
     """True if the coordinator knew, as it answered, that the replica drains."""
     in_transfer: bool
     """True if a transfer needs the replica."""
-    refuse_reason: str
-    """Reason to refuse new requests; empty to take them."""
+    out_of_service: OutOfService
+    """Operator's order that stands."""
     order: OrderKey
-    """Order that set ``refuse_reason``."""
+    """Number of the newest order to refuse requests, or to take them."""
     pinned_base_versions: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
     vector: VersionVector = field(default_factory=VersionVector)
@@ -124,7 +132,6 @@ _ORDERS = codec(
         "held_versions_wanted",
         "coordinator_generation",
         "order_number",
-        "out_of_service",
         "epoch",
         "pool_id",
     ],
@@ -456,7 +463,8 @@ class Registration:
             self.coordinator_generation,
         )
         self._on_ordered(
-            OrderKey(self.coordinator_generation, response.order_number), response.refuse_reason
+            OrderKey(self.coordinator_generation, response.order_number),
+            OUT_OF_SERVICE.decode(response.out_of_service).refusal,
         )
         self.registered.set()
 

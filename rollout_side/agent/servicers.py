@@ -31,6 +31,7 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_counted, ch
 from weft_rl.contract.sampling import Sampling, check_num_samples
 from weft_rl.rpc.codec import (
     CAPABILITIES,
+    OUT_OF_SERVICE,
     POLICY_VERSION,
     REPORT,
     SAMPLING,
@@ -331,7 +332,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.RefuseRequestsResponse:
         agent = self._agent
         order = OrderKey(request.coordinator_generation, request.order_number)
-        agent.order_refusal(order, request.refuse_reason)
+        agent.order_refusal(order, OUT_OF_SERVICE.decode(request.out_of_service).refusal)
         agent.hurry()
         return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
 

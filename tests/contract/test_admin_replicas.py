@@ -50,7 +50,8 @@ async def test_one_that_is_kept_out_is_told_to_refuse(pool: Pool) -> None:
     response = await replica.registry.Heartbeat(
         registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
     )
-    assert response.refuse_reason.startswith("an operator took this replica out of service: xxx")
+    assert response.out_of_service.reason.startswith("xxx")
+    assert response.out_of_service.no_pushes
     for _ in range(2):
         await pool.order("Uncordon", pb.UncordonRequest(replica_id="r0"))
     async with asyncio.timeout(10):

@@ -103,25 +103,30 @@ async def test_a_cordon_is_heard_at_once_too(replica: Replica) -> None:
     await replica.ready()
 
 
+_BY = "an operator took this replica out of service: "
+
+
 async def test_an_order_that_comes_late_is_not_obeyed(replica: Replica) -> None:
     await replica.ready()
     generation = replica.agent.registration.coordinator_generation  # type: ignore[union-attr]
 
     async def order(number: int, reason: str, **other: object) -> tuple[str, int]:
         request = replica_pb2.RefuseRequestsRequest(
-            coordinator_generation=generation, order_number=number, refuse_reason=reason
+            coordinator_generation=generation,
+            order_number=number,
+            out_of_service=registry_pb2.OutOfService(no_pushes=bool(reason), reason=reason),
         )
         for name, value in other.items():
             setattr(request, name, value)
         async with open_aio_channel(replica.agent.address) as channel:
             stub = replica_pb2_grpc.ReplicaServiceStub(channel)
             answer = await stub.RefuseRequests(request)
-        return answer.refusing, answer.order_number
+        return answer.refusing.removeprefix(_BY), answer.order_number
 
     assert await order(7, "new") == ("new", 7)
     assert await order(6, "") == ("new", 7)
     assert await order(7, "new") == ("new", 7)
-    assert replica.engine.refuse_reason == "new"
+    assert replica.engine.refuse_reason == f"{_BY}new"
     assert await order(8, "") == ("", 8)
     for other in ({"coordinator_generation": generation - 1}, {"incarnation": "another"}):
         with pytest.raises(grpc.aio.AioRpcError) as refused:

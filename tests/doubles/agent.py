@@ -11,6 +11,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.registration import HeartbeatOrders, OrderKey
 from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.rpc.channel import MAX_PROMPT_BYTES
 from weft_rl.rpc.server import Security, Servicer, bind, make_server
 from weft_rl.tracing import NO_TRACER, Tracer
@@ -43,7 +44,9 @@ def hear(agent: Agent, *lacking: str) -> Registered:
         agent.registration = Registered()  # type: ignore[assignment]
     versions = tuple(map(PolicyVersion.parse, lacking))
     vector = agent.serving.vector
-    agent.take_answer(HeartbeatOrders(None, False, False, "", OrderKey(0, 0), (), vector, versions))
+    agent.take_answer(
+        HeartbeatOrders(None, False, False, OutOfService(), OrderKey(0, 0), (), vector, versions)
+    )
     assert isinstance(agent.registration, Registered)
     return agent.registration
 

@@ -19,6 +19,7 @@ from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (
+    OUT_OF_SERVICE,
     POLICY_VERSION,
     duration_to_proto,
     vector_to_proto,
@@ -113,7 +114,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             out_of_service=self.told,
             refusing=self.refusing,
         )
-        self._obey(response.refuse_reason, response.order_number)
+        self._obey(response.out_of_service, response.order_number)
         self._note(response)
         self.registered = response
         return response
@@ -156,7 +157,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 held_versions_complete=True,
             )
         )
-        self._obey(response.refuse_reason, response.order_number)
+        self._obey(response.out_of_service, response.order_number)
         self._note(response)
         self.heard = response
         return bool(response.ready)
@@ -166,9 +167,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.told = response.out_of_service if response.HasField("out_of_service") else None
         self.epoch = max(self.epoch, response.epoch)
 
-    def _obey(self, reason: str, number: int) -> None:
+    def _obey(self, order: registry_pb2.OutOfService, number: int) -> None:
         if number >= self.order_number and self.obeys:
-            self.refusing, self.order_number = reason, number
+            self.refusing = OUT_OF_SERVICE.decode(order).refusal
+            self.order_number = number
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -263,7 +265,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     async def RefuseRequests(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("refuse")
-        self._obey(request.refuse_reason, request.order_number)
+        self._obey(request.out_of_service, request.order_number)
         return replica_pb2.RefuseRequestsResponse(
             refusing=self.refusing, order_number=self.order_number
         )

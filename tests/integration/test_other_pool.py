@@ -16,9 +16,11 @@ from trainer_side import Publisher
 from weft_rl.contract.errors import WeftError
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import inspect_pb2, publish_pb2, replica_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_rl.v1.replica_pb2_grpc import ReplicaServiceStub
+
+_ORDER = registry_pb2.OutOfService(reason="by a stranger", no_pushes=True)
 
 LARGEST = 2**53 - 1
 
@@ -50,7 +52,7 @@ def test_a_generation_that_its_coordinator_has_not_is_refused_and_leaves_nothing
     pool: Pool, replica: ReplicaServiceStub, publisher: Publisher, generation: int
 ) -> None:
     order = replica_pb2.RefuseRequestsRequest(
-        coordinator_generation=generation, order_number=7, refuse_reason="by a stranger"
+        coordinator_generation=generation, order_number=7, out_of_service=_ORDER
     )
     error = _refusal(replica.RefuseRequests, order)
     is_possible = generation <= 2**52
@@ -69,7 +71,7 @@ def test_so_are_an_order_number_and_an_epoch(
     reason = "INVALID_REQUEST" if number == LARGEST else "EPOCH_FENCED"
     generation = _generation(pool)
     refuse = replica_pb2.RefuseRequestsRequest(
-        coordinator_generation=generation, order_number=number, refuse_reason="by a stranger"
+        coordinator_generation=generation, order_number=number, out_of_service=_ORDER
     )
     assert _refusal(replica.RefuseRequests, refuse).reason == reason
     group = publish_pb2.GroupPlan(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tests.sim.lease_checks import fail
 from weft_rl.containers import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.replicas import sleeps
 from weft_rl.coordinator.decisions.state.effects import (
     Save,
@@ -33,7 +34,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     PoolState,
     with_whole_lease,
 )
-from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     Failure,

@@ -16,7 +16,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.state.effects import ForgetAnswer, RollbackAnswer
+from weft_rl.coordinator.decisions.state.effects import RetiredAnswer, RollbackAnswer
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -167,7 +167,7 @@ class SimOperator(Process):
         self.pinned = {version for version in self.pinned if version.policy != policy}
         self.retention.pop(policy, None)
         lost = self._lost
-        answer: ForgetAnswer = yield self._call("forget", 2.0, policy=policy, force=force)
+        answer: RetiredAnswer = yield self._call("forget", 2.0, policy=policy, force=force)
         if lost == self._lost:
             for version in answer.retired_versions:
                 self.world.checks.orders.retired(version)

@@ -154,8 +154,9 @@ class OperatorChecks:
             fail(f"{beat.replica_id} was taken out of service and is put back by nobody")
         if answer.ready and (order or state.replicas[beat.replica_id].drain):
             fail(f"{beat.replica_id} was told that it is ready and is out of service")
-        if bool(answer.refuse_reason) is not state.is_kept_out(beat.replica_id):
-            fail(f"{beat.replica_id} was told to refuse requests: {answer.refuse_reason!r}")
+        refuses = bool(answer.out_of_service and answer.out_of_service.refusal)
+        if refuses is not state.is_kept_out(beat.replica_id):
+            fail(f"{beat.replica_id} was told to refuse requests: {answer.out_of_service}")
 
     def retired(self, version: PolicyVersion) -> None:
         """An operator was told so."""

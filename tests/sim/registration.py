@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft_rl.contract.errors import NotFoundError, WeftError
-from weft_rl.contract.replica_report import HeldVersion, ReplicaReport
-from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.contract.replica_report import HeldVersion, OutOfService, ReplicaReport
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
@@ -66,7 +65,7 @@ class SimRegistration:
                 self._out_of_service = answer.out_of_service
                 replica.last_epoch = max(replica.last_epoch, answer.epoch)
                 self._pool_id = answer.pool_id
-                replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
+                replica.obey(replica.generation, answer.order_number, answer.out_of_service)
                 replica.pins_told = answer.pinned_base_versions
                 replica.drain.hear(answer, is_noted=note is not None)
                 yield interval
@@ -116,7 +115,7 @@ class SimRegistration:
         self._coordinator_id, self._pool_id = answer.coordinator_id, answer.pool_id
         self._out_of_service = answer.out_of_service
         replica.last_epoch = max(replica.last_epoch, answer.epoch)
-        replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
+        replica.obey(replica.generation, answer.order_number, answer.out_of_service)
         if answer.reference_wanted:
             fingerprint, digest = capabilities.base_fingerprint, capabilities.reference_digest
             yield self._call("put_reference", fingerprint=fingerprint, digest=digest)

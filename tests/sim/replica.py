@@ -31,7 +31,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import WSUM64
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import HeldVersion, ReplicaWork, Sleep
+from weft_rl.contract.replica_report import HeldVersion, OutOfService, ReplicaWork, Sleep
 from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.transfer import Group, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, RecordedFacts
@@ -165,10 +165,11 @@ class SimReplica(Process):
                 found[version] = digest
         return frozenset(HeldVersion(version, digest.value) for version, digest in found.items())
 
-    def obey(self, generation: int, number: int, reason: str) -> None:
+    def obey(self, generation: int, number: int, order: OutOfService | None) -> None:
         """Refuse requests, or take them again, unless a newer order was heard."""
         if (generation, number) >= self.order:
-            self.order, self.refusing = (generation, number), reason
+            self.order = generation, number
+            self.refusing = order.refusal if order else ""
 
     # -- orders ----------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class SimReplica(Process):
                 if order.incarnation != self.incarnation:
                     future.set(error=StaleEpochError("another process of it is meant"))
                     return future, None
-                self.obey(args["generation"], order.order_number, order.refuse_reason)
+                self.obey(args["generation"], order.order_number, order.out_of_service)
                 future.set((self.refusing, self.order[1]))
             case effects.CallSleep() | effects.CallWake():
                 if order.incarnation != self.incarnation:

@@ -18,9 +18,9 @@ from weft_rl.contract.checkpoint import Checkpoint, CheckpointState, not_compare
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.manifest import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.contract.sampling import Sampling
 from weft_rl.coordinator.decisions.state.pool import TrainerProcess
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ContentDigest
 from weft_rl.coordinator.services.calls import CODECS
 from weft_rl.rpc.codec import CAPABILITIES, SLEEP

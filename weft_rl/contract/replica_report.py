@@ -50,6 +50,25 @@ class DrainNote:
 
 
 @dataclass(frozen=True)
+class OutOfService:
+    """Operator's order that keeps a replica out of service; durable."""
+
+    reason: str = ""
+    no_pushes: bool = False
+    """True if the replica is kept out of transfers, too, and refuses requests."""
+
+    def __str__(self) -> str:
+        return f"by an operator{self.reason and ': '}{self.reason}"
+
+    @property
+    def refusal(self) -> str:
+        """Reason with which the replica refuses requests; empty if it takes them."""
+        if not self.no_pushes:
+            return ""
+        return f"an operator took this replica out of service{self.reason and ': '}{self.reason}"
+
+
+@dataclass(frozen=True)
 class ReplicaWork:
     """Work under way for the coordinator; ``weft.v1.Work`` describes each field."""
 

@@ -232,7 +232,6 @@ _BY_NAME: Final[Mapping[str, _Check]] = {
     "address": _address,
     "dirty_reason": _kept(MAX_TEXT_CHARS),
     "refusing": _kept(MAX_TEXT_CHARS),
-    "refuse_reason": _kept(MAX_TEXT_CHARS),
     "group_id": _ID,
     "http_url": _url,
     "incarnation": _ID,

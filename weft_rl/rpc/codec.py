@@ -16,7 +16,13 @@ from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, HeldVersion, ReplicaReport, Sleep
+from weft_rl.contract.replica_report import (
+    DrainNote,
+    HeldVersion,
+    OutOfService,
+    ReplicaReport,
+    Sleep,
+)
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
@@ -126,6 +132,7 @@ converter(VersionVector, types_pb2.VersionVector, vector_to_proto, vector_from_p
 CAPABILITIES: Final = codec(Capabilities, registry_pb2.Capabilities)
 SLEEP: Final = codec(Sleep, registry_pb2.Sleep)
 DRAIN: Final = codec(DrainNote, registry_pb2.Drain)
+OUT_OF_SERVICE: Final = codec(OutOfService, registry_pb2.OutOfService)
 HELD: Final = codec(HeldVersion, types_pb2.HeldVersion)
 REPORT: Final = codec(ReplicaReport, registry_pb2.ReplicaReport)
 #: Report whose version vector is told beside it.

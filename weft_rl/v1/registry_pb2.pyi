@@ -659,7 +659,6 @@ class RegisterResponse(_message.Message):
     REFERENCE_WANTED_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
-    REFUSE_REASON_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -674,8 +673,6 @@ class RegisterResponse(_message.Message):
     """Random for each process: two whose catalogs do not know of each other may have
     counted the same generation.
     """
-    refuse_reason: _builtins.str
-    """See HeartbeatResponse.refuse_reason."""
     order_number: _builtins.int
     """See HeartbeatResponse.order_number."""
     epoch: _builtins.int
@@ -691,7 +688,9 @@ class RegisterResponse(_message.Message):
 
     @_builtins.property
     def out_of_service(self) -> Global___OutOfService:
-        """The order that keeps it out of service; absent where none does."""
+        """The order that keeps it out of service, by which it may have to refuse requests; absent
+        where none does.
+        """
 
     def __init__(
         self,
@@ -700,7 +699,6 @@ class RegisterResponse(_message.Message):
         reference_wanted: _builtins.bool = ...,
         coordinator_generation: _builtins.int = ...,
         coordinator_id: _builtins.str = ...,
-        refuse_reason: _builtins.str = ...,
         order_number: _builtins.int = ...,
         out_of_service: Global___OutOfService | None = ...,
         epoch: _builtins.int = ...,
@@ -708,7 +706,7 @@ class RegisterResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "out_of_service", b"out_of_service", "pool_id", b"pool_id", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "out_of_service", b"out_of_service", "pool_id", b"pool_id", "reference_wanted", b"reference_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,7 +923,6 @@ class HeartbeatResponse(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     IN_TRANSFER_FIELD_NUMBER: _builtins.int
-    REFUSE_REASON_FIELD_NUMBER: _builtins.int
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_WANTED_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
@@ -943,8 +940,6 @@ class HeartbeatResponse(_message.Message):
     """
     in_transfer: _builtins.bool
     """Whether a transfer needs it: a replica that drains stays until it does not."""
-    refuse_reason: _builtins.str
-    """Why it must refuse new requests; empty when it must not."""
     held_versions_wanted: _builtins.bool
     """Whether the next heartbeat is to name all held_versions: the catalog and the
     replica do not agree on them, or may not.
@@ -996,7 +991,6 @@ class HeartbeatResponse(_message.Message):
         ready: _builtins.bool = ...,
         drain: Global___Drain | None = ...,
         in_transfer: _builtins.bool = ...,
-        refuse_reason: _builtins.str = ...,
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         held_versions_wanted: _builtins.bool = ...,
         coordinator_generation: _builtins.int = ...,
@@ -1011,7 +1005,7 @@ class HeartbeatResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "epoch", b"epoch", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "out_of_service", b"out_of_service", "pinned_base_versions", b"pinned_base_versions", "pool_id", b"pool_id", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "epoch", b"epoch", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "out_of_service", b"out_of_service", "pinned_base_versions", b"pinned_base_versions", "pool_id", b"pool_id", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -700,31 +700,33 @@ class RefuseRequestsRequest(_message.Message):
 
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    REFUSE_REASON_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     incarnation: _builtins.str
     """Process that is meant, as registered; empty is any."""
-    refuse_reason: _builtins.str
-    """Why new requests are to be refused; empty to take them again."""
     order_number: _builtins.int
     """See HeartbeatResponse.order_number."""
     pool_id: _builtins.str
     """Pool of that coordinator; empty is any."""
+    @_builtins.property
+    def out_of_service(self) -> _registry_pb2.OutOfService:
+        """By which new requests are to be refused; absent to take them again."""
+
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         incarnation: _builtins.str = ...,
-        refuse_reason: _builtins.str = ...,
+        out_of_service: _registry_pb2.OutOfService | None = ...,
         order_number: _builtins.int = ...,
         pool_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "order_number", b"order_number", "pool_id", b"pool_id", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "order_number", b"order_number", "out_of_service", b"out_of_service", "pool_id", b"pool_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,6 @@ from weft_rl.coordinator.decisions.replicas import (
 )
 from weft_rl.coordinator.decisions.replicas.out_of_service import (
     adopt,
-    refuse_reason,
     with_enforced_order,
 )
 from weft_rl.coordinator.decisions.state import events, replica_state
@@ -104,7 +103,6 @@ def register(change: Change, event: events.Register) -> None:
         not preflight.are_described(change.state, [replica]),
         change.state.generation,
         change.state.coordinator_id,
-        refuse_reason(change.state, replica.replica_id),
         change.state.order_number,
         change.state.out_of_service.get(replica.replica_id),
         change.state.epoch_counter,
@@ -263,7 +261,6 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         drain=replica.drain.note(change.now) if replica.drain else None,
         in_transfer=any(name in transfer.occupied for transfer in state.transfers.values()),
         pinned_base_versions=state.pinned_bases,
-        refuse_reason=refuse_reason(state, name),
         order_number=state.order_number,
         coordinator_generation=state.generation,
         lacking=tuple(map(PolicyVersion.parse, lacking[:_MAX_LACKING])),

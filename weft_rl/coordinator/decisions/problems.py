@@ -105,7 +105,6 @@ def problems(
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text, or its beginning and an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -31,12 +31,11 @@ from weft_rl.coordinator.decisions.state.effects import (
     Effect,
     EmptyAnswer,
     EventKind,
-    ForgetAnswer,
     HeartbeatAnswer,
     LeaseAnswer,
-    RebindAnswer,
     RegisterAnswer,
     RetentionAnswer,
+    RetiredAnswer,
     RollbackAnswer,
     RoutesChanged,
     SleepAnswer,
@@ -159,10 +158,8 @@ def _discard_answered(change: Change, event: events.DiscardAnswered) -> None:
 
 
 def _schedule_after(change: Change, before: PoolState) -> None:
-    """Schedule clones once a transfer has ended, before others take its replicas.
-
-    After clones, of which there may be many, not every time.
-    """
+    """Schedule clones once a transfer has ended, before others take its replicas; not after each
+    clone, of which there may be many."""
     ended = [t for name, t in change.state.history.items() if name not in before.history]
     if change.now >= change.state.schedule_at or any(not t.replica_id for t in ended):
         catch_up.schedule(change)
@@ -218,10 +215,7 @@ def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:
 
 
 def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
-    """Return whether a transfer was begun under the event's policy and fencing token.
-
-    Each policy counts its own tokens.
-    """
+    """Return whether a transfer is the event's: each policy counts its own tokens."""
     given = (event.policy, event.fencing_token)
     return given == (transfer.policy, transfer.purpose.fencing_token)
 
@@ -296,7 +290,7 @@ def _note_routes(before: PoolState, change: Change) -> None:
 
 
 def _answer_describers(change: Change) -> None:
-    """Answer callers of DescribeTarget when what there is to describe is known."""
+    """Answer who waits for a description of the pool, once it is known."""
     waiting = change.state.target_tickets
     if not waiting:
         return
@@ -363,14 +357,14 @@ CALLS: Final = (
     CallRow(events.Pin, retention.pin),
     CallRow(events.Retire, retention.retire_version),
     CallRow(events.SetRetention, retention.set_retention, RetentionAnswer),
-    CallRow(events.ForgetPolicy, retention.forget, ForgetAnswer),
+    CallRow(events.ForgetPolicy, retention.forget, RetiredAnswer),
     CallRow(events.Cordon, out_of_service.take_out),
     CallRow(events.Uncordon, out_of_service.uncordon, UncordonAnswer),
     CallRow(events.Drain, out_of_service.drain),
     CallRow(events.CancelTransfer, _cancel_transfer),
     CallRow(events.SleepReplica, sleeps.sleep_replica, unread=("when_running",)),
     CallRow(events.WakeReplica, sleeps.wake_replica),
-    CallRow(events.RebindBase, base_binding.rebind, RebindAnswer),
+    CallRow(events.RebindBase, base_binding.rebind, RetiredAnswer),
 )
 #: Rules by the kind of event.
 RULES: Final[dict[type[events.Event], Callable[[Change, Any], None]]] = {

@@ -167,12 +167,7 @@ class Driver:
         return self._task
 
     async def _run(self) -> None:
-        """Decide events until stopped.
-
-        Raises:
-            Exception: The catalog could not be written: nothing more may be
-                decided, since it could not be kept.
-        """
+        """Decide events until stopped, or until the catalog cannot be written."""
         loop = asyncio.get_running_loop()
         aside = [loop.create_task(self._tick()), loop.create_task(self._watch_catalog())]
         try:
@@ -297,10 +292,8 @@ class Driver:
         return bool(self._lazy) and (now >= self._retry_at or not _are_events(self._lazy))
 
     async def _save(self, saves: list[effects.Save]) -> None:
-        """Write one transaction; a failure ends the coordinator, whoever asked for it.
-
-        Events alone that cannot be written become deferred saves again, if the file is there.
-        """
+        """Write one transaction; a failure ends the coordinator. Events alone become deferred saves
+        again, if the file is there."""
         loop = asyncio.get_running_loop()
         slow = loop.call_later(
             SLOW_SAVE_SECONDS,
@@ -326,11 +319,7 @@ class Driver:
             slow.cancel()
 
     def _apply(self, saves: list[effects.Save]) -> None:
-        """Write one transaction, on the writer's thread.
-
-        Raises:
-            _EventsUnwrittenError: Events alone were not written; the file is where it was.
-        """
+        """Write one transaction, on the writer's thread."""
         try:
             self._catalog.apply(saves)
         except Exception as error:

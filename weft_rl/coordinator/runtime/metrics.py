@@ -91,10 +91,7 @@ class PoolMetrics:
         self._show_zeros()
 
     def _show_zeros(self) -> None:
-        """Create every series at zero.
-
-        A counter that appears with its first event has no rate at that event.
-        """
+        """Create every series at zero: one that appears with its first event has no rate at it."""
         for kind in _KINDS.values():
             for metric in (self._started, self._stage, self._commit, self._bytes):
                 metric.labels(kind)

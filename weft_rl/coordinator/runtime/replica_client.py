@@ -265,7 +265,6 @@ class ReplicaCaller:
             self._post(event)
 
     def _seconds(self, call: effects.ReplicaCall) -> float:
-        """Return how long a call may take."""
         match call:
             case effects.CallSleep() | effects.CallWake():
                 return call.call_seconds

@@ -228,6 +228,13 @@ class PoolLists:
         )
 
 
+def _listed(make: Callable[[PoolLists, Any], Message]) -> Any:
+    async def method(self: InspectServicer, request: Any, context: Context) -> Message:
+        return make(self.lists, request)
+
+    return method
+
+
 class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     """Read-only service about the pool.
 
@@ -243,40 +250,15 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self._routes: dict[tuple[int, int], list[inspect_pb2.WatchRoutesResponse]] = {}
         self._routes_of = -1
 
-    async def GetPool(
-        self, request: inspect_pb2.GetPoolRequest, context: Context
-    ) -> inspect_pb2.GetPoolResponse:
-        """See protos/weft/v1/inspect.proto."""
-        return self.lists.get_pool(request)
-
-    async def ListReplicas(
-        self, request: inspect_pb2.ListReplicasRequest, context: Context
-    ) -> inspect_pb2.ListReplicasResponse:
-        """See protos/weft/v1/inspect.proto."""
-        return self.lists.list_replicas(request)
-
-    async def ListPolicies(
-        self, request: inspect_pb2.ListPoliciesRequest, context: Context
-    ) -> inspect_pb2.ListPoliciesResponse:
-        """See protos/weft/v1/inspect.proto."""
-        return self.lists.list_policies(request)
-
-    async def ListTransfers(
-        self, request: inspect_pb2.ListTransfersRequest, context: Context
-    ) -> inspect_pb2.ListTransfersResponse:
-        """See protos/weft/v1/inspect.proto."""
-        return self.lists.list_transfers(request)
-
-    async def ListEvents(
-        self, request: inspect_pb2.ListEventsRequest, context: Context
-    ) -> inspect_pb2.ListEventsResponse:
-        """See protos/weft/v1/inspect.proto."""
-        return self.lists.list_events(request)
+    GetPool = _listed(PoolLists.get_pool)
+    ListReplicas = _listed(PoolLists.list_replicas)
+    ListPolicies = _listed(PoolLists.list_policies)
+    ListTransfers = _listed(PoolLists.list_transfers)
+    ListEvents = _listed(PoolLists.list_events)
 
     async def ListVersions(
         self, request: inspect_pb2.ListVersionsRequest, context: Context
     ) -> inspect_pb2.ListVersionsResponse:
-        """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         if request.policy not in state.policies and request.policy not in state.forgotten:
             raise unknown_policy(state, request.policy)
@@ -305,7 +287,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def GetTransfer(
         self, request: inspect_pb2.GetTransferRequest, context: Context
     ) -> inspect_pb2.GetTransferResponse:
-        """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         transfer = state.transfers.get(request.transfer_id) or state.history.get(
             request.transfer_id
@@ -321,7 +302,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def WatchEvents(
         self, request: inspect_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.WatchEventsResponse]:
-        """See protos/weft/v1/inspect.proto."""
         watcher = self._feed.watch()
         on_call_end(context, lambda: self._feed.unwatch(watcher))
         # Headers now: a reader knows that it misses nothing from here.
@@ -332,7 +312,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def WatchRoutes(
         self, request: inspect_pb2.WatchRoutesRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.WatchRoutesResponse]:
-        """See protos/weft/v1/inspect.proto."""
         feed, revision = self._driver.routes, -1
         await feed.wait(self._restart_over_at - self._driver.now())
         while True:
@@ -344,7 +323,6 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def DigestTensors(
         self, request: inspect_pb2.DigestTensorsRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.DigestTensorsResponse]:
-        """See protos/weft/v1/inspect.proto."""
         check_name(request.version.policy, "policy")
         replica = self._driver.state.replicas.get(request.replica_id)
         if replica is None:

@@ -38,7 +38,6 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     async def CallStore(
         self, request: rendezvous_pb2.CallStoreRequest, context: Context
     ) -> rendezvous_pb2.CallStoreResponse:
-        """See protos/weft/v1/rendezvous.proto."""
         store = self._groups.store(request.credential.group_id, request.credential.token)
         answer = rendezvous_pb2.CallStoreResponse
         match request.WhichOneof("operation"):
@@ -73,7 +72,6 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     async def GetManifest(
         self, request: rendezvous_pb2.GetManifestRequest, context: Context
     ) -> AsyncIterator[rendezvous_pb2.GetManifestResponse]:
-        """See protos/weft/v1/rendezvous.proto."""
         credential = request.credential
         layout = self._groups.layout(credential.group_id, credential.token, request.layout_digest)
         if layout is None:
@@ -89,7 +87,6 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         request_iterator: AsyncIterator[rendezvous_pb2.AttendRequest],
         context: Context,
     ) -> AsyncIterator[rendezvous_pb2.AttendResponse]:
-        """See protos/weft/v1/rendezvous.proto."""
         hello = await _hello(request_iterator)
         credential = hello.credential
         check_revision(hello.protocol_revision, f"rank {hello.rank}")

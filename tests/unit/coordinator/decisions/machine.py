@@ -12,9 +12,8 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import WSUM64, plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import HeldVersion, ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import HeldVersion, OutOfService, ReplicaReport, ReplicaWork
 from weft_rl.contract.tensors import DataType, TensorMeta
-from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
@@ -109,7 +108,7 @@ class Machine:
                             spilled_versions=spilled,
                             pinned_base_versions=replica.report.pinned_base_versions,
                             pinned_base_bytes=replica.report.pinned_base_bytes,
-                            refusing=refuse_reason(self.state, replica.replica_id),
+                            refusing=self.ordered_refusal(replica.replica_id),
                             order_number=self.state.order_number,
                             sleep=replica.asleep,
                             work=self.works.get(replica.replica_id),
@@ -262,6 +261,10 @@ class Machine:
         return self
 
     # -- trainers --------------------------------------------------------------
+
+    def ordered_refusal(self, replica_id: str) -> str:
+        """What a replica refuses requests with, by the order that stands."""
+        return self.state.out_of_service.get(replica_id, OutOfService()).refusal
 
     def acquire(self, policy: str, trainer: str = "t1", session: str = "s1", **more: Any) -> int:
         ticket = next(self.ids)

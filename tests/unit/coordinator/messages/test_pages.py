@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.coordinator.messages.large_pool import large_pool
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.messages.pages import PAGE_BYTES, SharedVectors, cut
 from weft_rl.coordinator.messages.wire import route_messages
 from weft_rl.coordinator.runtime.driver import Driver

@@ -16,7 +16,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.service.main import _StopSignals
 from tests.doubles.agent import Registered
 from tests.doubles.engine import EngineDouble
-from weft_rl.contract.replica_report import DrainNote
+from weft_rl.contract.replica_report import DrainNote, OutOfService
 
 
 @pytest.fixture
@@ -40,7 +40,8 @@ def _told(agent: Agent, **changes: Any) -> None:
     agent.take_answer(
         HeartbeatOrders(
             **fields
-            | {"refuse_reason": "", "order": OrderKey(0, 0), "pinned_base_versions": ()}
+            | {"out_of_service": OutOfService()}
+            | {"order": OrderKey(0, 0), "pinned_base_versions": ()}
             | changes
         )
     )
@@ -84,8 +85,8 @@ async def test_what_was_left_is_said(agent: Agent) -> None:
 
 
 async def test_a_refusal_stays_while_it_drains(agent: Agent) -> None:
-    _told(agent, refuse_reason="quarantined")
-    assert agent.engine.refuse_reason == "quarantined"  # type: ignore[attr-defined]
+    _told(agent, out_of_service=OutOfService("odd", no_pushes=True))
+    assert agent.engine.refuse_reason.endswith("out of service: odd")  # type: ignore[attr-defined]
     agent._close("leaving")
     _told(agent)
     assert agent.engine.refuse_reason == "leaving"  # type: ignore[attr-defined]

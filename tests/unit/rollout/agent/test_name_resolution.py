@@ -11,7 +11,7 @@ from rollout_side.agent.registration import HeartbeatOrders, OrderKey
 from rollout_side.engine import AliasRefusals
 from weft_rl.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import AbsentPolicy
+from weft_rl.contract.replica_report import AbsentPolicy, OutOfService
 
 _SERVED = VersionVector(
     base=3,
@@ -131,7 +131,7 @@ def _heard(*lacking: str, vector: VersionVector = _SERVED, **more: Any) -> Heart
         None,
         False,
         False,
-        "",
+        OutOfService(),
         OrderKey(1, 0),
         (),
         vector,

@@ -75,7 +75,6 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
 
 
 def _too_many(state: PoolState, owner: str) -> CapacityError | None:
-    """Return the refusal of a further policy; None where a trainer may have one."""
     limit = state.settings.max_policies_per_trainer
     if sum(policy.owner == owner for policy in state.policies.values()) < limit:
         return None
@@ -217,20 +216,14 @@ def end(
 
 
 def _drop_unused(change: Change, name: str) -> None:
-    """Forget a policy that never had a version, now that nobody owns it.
-
-    A trainer that takes up many names must not slow down everybody for good.
-    """
+    """Forget a policy that never had a version: many such names would slow down everybody."""
     policy = change.state.policies.get(name)
     if policy is not None and numbering.is_unused(change.state, policy):
         change.drop_policy(policy)
 
 
 def _put_free(change: Change, policy: Policy) -> None:
-    """Free a policy of its owner.
-
-    A policy that was forgotten, and got no version since, stays so.
-    """
+    """Free a policy of its owner; one that was forgotten, and got no version since, stays so."""
     free = replace(policy, lease=None)
     change.emit(SaveLeaseEnded(free.name))
     if free.forgotten:

@@ -159,10 +159,7 @@ def question_all(change: Change) -> None:
 
 
 def _leap_all(change: Change) -> None:
-    """Leap in all policies, and in those not heard of yet.
-
-    Other replicas may hold later versions.
-    """
+    """Leap in all policies, heard of or not: other replicas may hold later versions."""
     floor = max(change.state.number_floor, LEAP)
     if floor > change.state.number_floor:
         change.state = replace(change.state, number_floor=floor)
@@ -204,10 +201,7 @@ def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
 
 
 def _raise(change: Change, policy: Policy, last_version: int) -> None:
-    """Raise a policy's count to ``last_version`` at least, and leap with its tokens.
-
-    They then continue above those of the coordinators that assigned the lower numbers.
-    """
+    """Raise a count, and leap with its tokens, above those of who assigned the lower numbers."""
     last_version = max(policy.last_version, last_version)
     policy = replace(policy, last_version=last_version, fencing_token=policy.fencing_token + LEAP)
     if policy.name in change.state.forgotten:

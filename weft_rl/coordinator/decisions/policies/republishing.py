@@ -72,11 +72,8 @@ def watch(change: Change) -> None:
 
 
 def _in_vain(change: Change, replica: Replica) -> list[PolicyVersion]:
-    """List the adapters without an owner that a dirty replica lacks.
-
-    It must be repaired by a base first, and may wait for that long. Nobody is asked for these
-    adapters, but they are lost.
-    """
+    """List the adapters without an owner that a dirty replica lacks: they are lost, and nobody is
+    asked for them, since a base must repair it first."""
     if not replica.dirty_reason:
         return []
     state = change.state
@@ -121,10 +118,7 @@ def _is_served(policy: str, version: int, holders: Sequence[Replica]) -> bool:
 
 
 def _announce_found(change: Change, name: str) -> None:
-    """Announce that a policy is lost no more, unless it was forgotten.
-
-    That it was forgotten was announced.
-    """
+    """Announce that a policy is lost no more; that it was forgotten is announced elsewhere."""
     policy = change.state.policies.get(name)
     if policy is not None:
         version = str(PolicyVersion(name, policy.served_version))

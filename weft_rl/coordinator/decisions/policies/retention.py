@@ -27,8 +27,8 @@ from weft_rl.coordinator.decisions.state.effects import (
     CallRetire,
     EmptyAnswer,
     EventKind,
-    ForgetAnswer,
     RetentionAnswer,
+    RetiredAnswer,
     SaveCommitted,
     SavePin,
     SavePolicy,
@@ -106,11 +106,6 @@ def pin(change: Change, event: events.Pin) -> None:
 
 
 def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
-    """Check that a version of the base can be pinned now.
-
-    Raises:
-        NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
-    """
     if any(t.policy == version.policy and t.targets for t in state.transfers.values()):
         raise NotReadyError(
             f"a base is being brought to replicas, which may drop {version} for it: ask again "
@@ -256,10 +251,8 @@ def retire(change: Change) -> None:
 def _unwanted(
     replica: Replica, kept: dict[str, frozenset[int]], ended: set[str]
 ) -> list[PolicyVersion]:
-    """List the adapter versions that a replica serves beyond what is kept.
-
-    The version that its alias stands for is among them only where the policy has ended.
-    """
+    """List the adapter versions that a replica serves beyond what is kept; that of the alias only
+    where the policy has ended."""
     return [
         PolicyVersion(policy, version)
         for policy, entry in sorted(replica.vector.adapters.items())
@@ -271,10 +264,8 @@ def _unwanted(
 def _spilled_in_vain(
     state: PoolState, replica: Replica, kept: dict[str, frozenset[int]], held: set[PolicyVersion]
 ) -> list[PolicyVersion]:
-    """List the versions in a replica's spill directory that are never brought back.
-
-    This catalog assigned them and keeps them no more. Others may be another catalog's.
-    """
+    """List the spilled versions that are never brought back: this catalog assigned them, and keeps
+    them no more."""
 
     def was_assigned(version: PolicyVersion) -> bool:
         name = version.policy
@@ -335,7 +326,7 @@ def forget(change: Change, event: events.ForgetPolicy) -> None:
     """Forget a policy; doing so twice is no error."""
     state, name = change.state, event.policy
     if name in state.forgotten:
-        change.reply(event.ticket, ForgetAnswer(()))
+        change.reply(event.ticket, RetiredAnswer(()))
         return
     policy = state.policies.get(name)
     if name == BASE_POLICY:
@@ -353,16 +344,10 @@ def forget(change: Change, event: events.ForgetPolicy) -> None:
     _end_transfers(change, name, why)
     left = change.state.policies.get(name)  # None where nothing was pushed since it was forgotten
     versions = _end_policy(change, left) if left is not None else ()
-    change.reply(event.ticket, ForgetAnswer(versions))
+    change.reply(event.ticket, RetiredAnswer(versions))
 
 
 def _check_free(state: PoolState, policy: Policy, now: float, *, by_force: bool) -> None:
-    """Refuse to forget a policy that somebody is about to change.
-
-    Raises:
-        PolicyOwnedError: A trainer owns it, and force was not said.
-        NotReadyError: ``TRANSFER_UNDER_WAY``.
-    """
     lease = live_lease(policy, now)
     if lease is not None and not by_force:
         raise PolicyOwnedError(
@@ -381,10 +366,7 @@ def _check_free(state: PoolState, policy: Policy, now: float, *, by_force: bool)
 
 
 def _end_transfers(change: Change, policy: str, why: str) -> None:
-    """Abort the transfers that would change the policy.
-
-    Repairs of replicas are not wanted any more, and end by that.
-    """
+    """Abort the transfers that would change the policy; its repairs are not wanted any more."""
     failure = Failure("TRANSFER_ABORTED", f"it was given up: {why}")
     for transfer in list(change.state.transfers.values()):
         if transfer.policy == policy and transfer.uncommitted and not transfer.replica_id:

@@ -50,7 +50,6 @@ class Clone(Repair):
         return 0 if self._goes_first(state, transfer, now) else 2
 
     def _goes_first(self, state: PoolState, transfer: Transfer, now: float) -> bool:
-        """Return whether it goes before pushes, and gives way to none."""
         settings = state.settings
         was_patient = now - transfer.begin_at >= settings.clone_patience_seconds
         return was_patient or self.num_interruptions >= settings.clone_interruptions

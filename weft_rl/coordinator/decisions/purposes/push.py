@@ -199,10 +199,8 @@ class Push(Purpose):
         return TransferTimeoutError(f"the push's time was up while it waited for {waits_for}")
 
     def _other_base(self, state: PoolState, transfer: Transfer) -> Failure | None:
-        """Return why an adapter is refused over the served base; None if it is not.
-
-        Asked when the push begins and at its commit point, between which a base may have come.
-        """
+        """Return why an adapter is refused over the served base: asked at the begin and at the
+        commit point, between which a base may have come."""
         if transfer.adapter is None or not self.refuse_other_base:
             return None
         return preflight.other_base(state, transfer.policy, transfer.adapter)
@@ -400,10 +398,7 @@ def _and_suspects(state: PoolState) -> str:
 
 
 def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
-    """Return the versions of a policy with a new one.
-
-    An adapter keeps its older versions; the base is replaced.
-    """
+    """Return the versions of a policy with a new one, which replaces that of the base."""
     return (version,) if policy.kind is PolicyKind.BASE else (*policy.versions, version)
 
 
@@ -576,11 +571,7 @@ def _check_request(state: PoolState, event: events.BeginTransfer, policy: Policy
 
 
 def _check_base(state: PoolState, adapter: AdapterSpec) -> None:
-    """Refuse an adapter that names a version of the base that never was.
-
-    Raises:
-        InvalidAdapterError: No such number was assigned.
-    """
+    """Refuse an adapter that names a version of the base that never was."""
     trained_on, base = adapter.trained_on_base_version, state.policies.get(BASE_POLICY)
     newest = base.last_version if base else 0
     if trained_on is not None and trained_on > newest:

@@ -90,11 +90,7 @@ class Repair(Purpose):
         return needed
 
     def _fits(self, change: Change, transfer: Transfer, replica: Replica) -> bool:
-        """Return whether the version is known to fit the replica; False while that is looked up.
-
-        Raises:
-            WeftError: It does not.
-        """
+        """Return whether the version fits; False while that is looked up, an error if not."""
         return True
 
     @abstractmethod
@@ -183,7 +179,6 @@ class Restore(Repair):
         return self.replica_id in queue.firm
 
     def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
-        """Order the replica to switch: there is nothing to stage first."""
         transfer = change.put_transfer(lifecycle.at_commit_point(change, transfer, [replica]))
         order = self._order(change.state, transfer, replica)
         where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")

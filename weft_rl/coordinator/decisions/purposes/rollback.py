@@ -154,12 +154,6 @@ def ask(change: Change, event: events.Rollback) -> None:
 
 
 def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[Replica]:
-    """List the replicas that are to switch.
-
-    Raises:
-        NotReadyError: ``NOT_RETAINED``.
-        BaseMismatchError: Back to base@0, which is not one model.
-    """
     if policy.kind is PolicyKind.ADAPTER:
         if version.version not in requestable_versions(state, policy):
             raise _not_retained(state, policy, f"{version} was retired, or is being retired")
@@ -183,10 +177,7 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
 
 
 def _serves(replica: Replica, version: PolicyVersion) -> bool:
-    """Return whether a replica has a base in its engine, whole.
-
-    It need not switch, whether it has a copy or not.
-    """
+    """Return whether a base is whole in a replica's engine, which need not switch then."""
     return replica.in_contact and replica.vector.holds(version)
 
 
@@ -208,11 +199,7 @@ def _way_out(replicas: list[Replica]) -> str:
 
 
 def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
-    """Check that replicas which go back to what they were started with go back to one model.
-
-    Raises:
-        BaseMismatchError: They do not, or that is not known yet.
-    """
+    """Check that replicas which go back to what they were started with go back to one model."""
     for replica in replicas:
         if why := explain_checkpoint_mismatch(state, replica):
             raise BaseMismatchError(

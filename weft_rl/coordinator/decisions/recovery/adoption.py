@@ -103,10 +103,8 @@ def watch(change: Change) -> None:
 
 
 def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
-    """Return the unrecorded versions that would be kept: holders by policy, number and digest.
-
-    A replica that an operator keeps out of transfers says nothing.
-    """
+    """Return the holders of unrecorded versions that would be kept, by policy, number and digest;
+    who is kept out of transfers says nothing."""
     found: dict[str, dict[int, dict[bytes, list[Replica]]]] = {}
     for replica in state.replicas.values():
         if not replica.unrecorded or replica.lost or state.is_kept_out(replica.replica_id):
@@ -124,10 +122,8 @@ def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replic
 
 
 def _decide(change: Change, policy: Policy, found: _Found) -> None:
-    """Decide about the unrecorded versions of one policy, and ask what is to be recorded.
-
-    The highest comes first, for what is below would be served until it is known.
-    """
+    """Decide about the unrecorded versions of a policy, the highest first: what is below would be
+    served until it is known."""
     agreed = {}
     for number, by_digest in sorted(found.items()):
         version = PolicyVersion(policy.name, number)
@@ -157,10 +153,8 @@ def _recorded(policy: Policy) -> tuple[int, ...]:
 
 
 def _stands_for(state: PoolState, policy: Policy) -> set[int]:
-    """Return the versions that replicas in contact take a policy's bare name for.
-
-    A replica that has only base@0 was just started, and says nothing.
-    """
+    """Return the versions that replicas in contact take a bare name for. One that has only base@0
+    was just started, and says nothing."""
     found = set()
     for replica in state.replicas.values():
         if replica.lost or state.is_kept_out(replica.replica_id):
@@ -211,11 +205,8 @@ def _settle(change: Change, name: str, uncertain: UncertainAlias) -> None:
 
 
 def _wanted(state: PoolState, policy: Policy, agreed: list[int], served: int | None) -> list[int]:
-    """List which of these versions to record, ascending.
-
-    These are the versions that would be kept if all were recorded, and the one that is to be
-    served.
-    """
+    """List the versions to record, ascending: those that would be kept if all were recorded, and
+    the one that is to be served."""
     if policy.kind is PolicyKind.BASE:
         return agreed
     kept = sorted({*policy.versions, *agreed})[-num_retained(policy, state.settings) :]

@@ -106,18 +106,12 @@ def _choose(
     holders: Iterable[Replica],
     taken: Set[str],
 ) -> Replica | None:
-    """Choose who brings a version to a replica: itself or another; None if nobody can.
+    """Choose who brings a version to a replica: itself, if it holds the version in memory, or the
+    best free source; None if nobody can.
 
-    The replica itself comes first if it holds the version in memory, then the best source that
-    is free. If there is none, or only the one that failed last, the replica reads its own spilled
-    copy, rather than wait for a busy source.
-
-    Of the sources, the one that failed last is taken only if there is no other. A ready one
-    goes before others. One that drains is taken only where nobody else is free (it stays as
-    long as it sends).
-
-    Every copy was verified when it came, and its digest is compared again: a source need not
-    be ready.
+    Rather than wait for a busy source, or for the one that failed last, it reads its own spilled
+    copy. Of the sources ready ones go first, and those that drain last. A source need not be
+    ready: its copy was verified when it came, and its digest is compared again.
     """
     if holds(replica, version):
         return replica
@@ -169,10 +163,8 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
 
 
 def _backend(source: Replica, replica: Replica) -> str | None:
-    """Return the best side-group backend that both replicas have; None for none.
-
-    One that works within a host comes last: nobody has tried whether these two share one.
-    """
+    """Return the best backend that both have; one that works within a host comes last, since nobody
+    has tried whether these two share one."""
     theirs, ours = replica.capabilities, source.capabilities
     names = sorted(ours.backends, key=lambda name: BACKENDS[name].within_host)
     if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):

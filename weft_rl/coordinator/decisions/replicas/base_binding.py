@@ -20,7 +20,7 @@ from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
     EmptyAnswer,
     EventKind,
-    RebindAnswer,
+    RetiredAnswer,
     RoutesChanged,
     SaveAsStarted,
     SaveCheckpoint,
@@ -78,7 +78,7 @@ def rebind(change: Change, event: events.RebindBase) -> None:
     """Let go of the base model at an operator's order; what was served is retired."""
     state = change.state
     if not state.fingerprint:
-        change.reply(event.ticket, RebindAnswer(()))
+        change.reply(event.ticket, RetiredAnswer(()))
         return
     if error := _hindrance(state, event, change.now):
         raise error
@@ -103,7 +103,7 @@ def rebind(change: Change, event: events.RebindBase) -> None:
         f"{state.architecture}, by an operator; {len(retired)} versions were retired, and the next "
         "replica's base model is the pool's",
     )
-    change.reply(event.ticket, RebindAnswer(tuple(sorted(retired))))
+    change.reply(event.ticket, RetiredAnswer(tuple(sorted(retired))))
 
 
 def _hindrance(state: PoolState, event: events.RebindBase, now: float) -> NotReadyError | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from weft_rl.containers import replace
 from weft_rl.contract.errors import InvalidRequestError, NotFoundError, NotReadyError
-from weft_rl.contract.replica_report import DrainNote
+from weft_rl.contract.replica_report import DrainNote, OutOfService
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     UncordonAnswer,
 )
 from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, PoolState
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica, ReplicaDrain
+from weft_rl.coordinator.decisions.state.replica import Replica, ReplicaDrain
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 
@@ -80,22 +80,17 @@ def adopt(change: Change, event: events.Register) -> None:
 
 
 def _knows_more(state: PoolState, event: events.Register) -> bool:
-    """Return whether a replica was told newer orders than this catalog had when it was opened.
-
-    That is so if it has served a coordinator that had counted further.
-    """
+    """Return whether a replica was told newer orders than this catalog had when it was opened, by a
+    coordinator that had counted further."""
     if event.last_coordinator_id == state.coordinator_id:
         return False
     generation = state.opened_generation < event.last_coordinator_generation + 1 <= MAX_NUMBER
     return generation or state.opened_epoch_counter < event.last_epoch <= MAX_NUMBER
 
 
-def refuse_reason(state: PoolState, replica_id: str) -> str:
-    """Return why an operator wants a replica to refuse requests; empty where none does."""
-    if not state.is_kept_out(replica_id):
-        return ""
-    reason = state.out_of_service[replica_id].reason
-    return f"an operator took this replica out of service{reason and ': '}{reason}"
+def _refusal(state: PoolState, replica_id: str) -> OutOfService | None:
+    """Return the order by which a replica is to refuse requests; None where there is none."""
+    return state.out_of_service[replica_id] if state.is_kept_out(replica_id) else None
 
 
 def order_answered(change: Change, event: events.RefuseAnswered) -> None:
@@ -121,7 +116,7 @@ def with_enforced_order(
 
 
 def _put(change: Change, replica_id: str, order: OutOfService | None) -> None:
-    before = refuse_reason(change.state, replica_id)
+    before = _refusal(change.state, replica_id)
     orders = {name: o for name, o in change.state.out_of_service.items() if name != replica_id}
     if order is not None:
         orders[replica_id] = order
@@ -132,22 +127,22 @@ def _put(change: Change, replica_id: str, order: OutOfService | None) -> None:
     _tell(change, replica_id, before)
 
 
-def _tell(change: Change, replica_id: str, before: str) -> None:
+def _tell(change: Change, replica_id: str, before: OutOfService | None) -> None:
     """Tell a replica at once what it is to enforce; heartbeats repeat it."""
-    reason = refuse_reason(change.state, replica_id)
-    if reason != before:
+    order = _refusal(change.state, replica_id)
+    if order != before:
         change.state = replace(change.state, order_number=change.state.order_number + 1)
     replica = change.state.replicas.get(replica_id)
     if replica is None or replica.lost:
         return
-    if reason != before:
+    if order != before:
         replica = change.put_replica(replace(replica, order_due=change.state.order_number))
     change.emit(
         CallRefuse(
             replica_id,
             replica.incarnation,
             replica.address,
-            reason,
+            order,
             change.state.order_number,
         )
     )

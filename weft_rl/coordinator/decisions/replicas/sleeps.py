@@ -273,10 +273,7 @@ def _base_lease(change: Change) -> Lease | None:
 
 
 def _adopt_token(change: Change) -> None:
-    """Make orders that replicas have told of part of the lease of the same trainer.
-
-    Only if the trainer has the lease of the base.
-    """
+    """Make orders that replicas have told of part of the lease that their trainer has."""
     lease = _base_lease(change)
     for name, order in list(change.state.sleeps.items()):
         if lease and not order.fencing_token and order.trainer_id == lease.trainer_id:
@@ -284,7 +281,6 @@ def _adopt_token(change: Change) -> None:
 
 
 def _call(change: Change, replica: Replica) -> None:
-    """Call a replica to do what is ordered now."""
     name = replica.replica_id
     order = change.state.sleeps.get(name)
     where = (name, replica.incarnation, replica.address)
@@ -327,11 +323,7 @@ def end(change: Change, name: str) -> None:
 
 
 def _drop(change: Change, name: str) -> None:
-    """End an order.
-
-    A replica that is about to sleep by it is woken at the next look, not once its call has
-    ended.
-    """
+    """End an order. Who is about to sleep by it is woken at the next look."""
     change.touched.add(name)
     if name in change.state.sleeps:
         change.next_epoch()
@@ -360,10 +352,7 @@ def _fail(change: Change, name: str, failure: Failure, *, asleep: bool) -> None:
 
 
 def _refuse(change: Change, ticket: int, wait: SleepWait, error: WeftError) -> None:
-    """Refuse a call that cannot be done for all of its replicas.
-
-    The error names those that sleep, or are about to, for they are left so.
-    """
+    """Refuse a call that cannot be done for all; the error names those that are left asleep."""
     _end_wait(change, ticket)
     left = [name for name in wait.replica_ids if wait.asleep and name in change.state.sleeps]
     if left:

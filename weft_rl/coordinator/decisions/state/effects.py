@@ -12,9 +12,9 @@ from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, HeldVersion
+from weft_rl.contract.replica_report import AbsentPolicy, DrainNote, HeldVersion, OutOfService
 from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -182,19 +182,18 @@ class SaveEvent(Save):
 
 @dataclass(frozen=True)
 class LeaseAnswer(CallAnswer):
-    """Answer to AcquirePolicy and RenewLease."""
+    """Lease that was taken, or renewed."""
 
     policy: str
     lease: Lease
     last_version: int
     publish_again_version: int = 0
-    """Version that the owner is asked to publish again; 0 for none."""
     pool_id: str = ""
 
 
 @dataclass(frozen=True)
 class BeginAnswer(CallAnswer):
-    """Answer to BeginTransfer; ``group`` is None when the transfer has ended."""
+    """Push that has begun; ``group`` is None when the transfer has ended."""
 
     transfer_id: str
     version: PolicyVersion
@@ -205,59 +204,41 @@ class BeginAnswer(CallAnswer):
 
 @dataclass(frozen=True)
 class RegisterAnswer(CallAnswer):
-    """Answer to Register."""
+    """Numbers that a new replica counts from, and orders that stand for it."""
 
     heartbeat_interval_seconds: float
     reference_wanted: bool
     coordinator_generation: int
     coordinator_id: str = ""
-    refuse_reason: str = ""
-    """Reason why it must refuse new requests; empty if it must not refuse any."""
     order_number: int = 0
     out_of_service: OutOfService | None = None
-    """The operator's order that stands, to be told to the next coordinator."""
     epoch: int = 0
-    """Number that groups and orders are counted up to."""
     pool_id: str = ""
 
 
 @dataclass(frozen=True)
 class HeartbeatAnswer(CallAnswer):
-    """Answer to Heartbeat."""
+    """Orders that stand for a replica, and what it lacks of what the pool serves."""
 
     ready: bool
     drain: DrainNote | None = None
-    """Set when the replica is to drain."""
     in_transfer: bool = False
-    """True if a transfer needs it."""
     pinned_base_versions: tuple[int, ...] = ()
-    """Versions of the base whose copies it must keep."""
-    refuse_reason: str = ""
-    """Reason why it must refuse new requests; empty if it must not refuse any."""
     held_versions_wanted: bool = False
-    """True if the next heartbeat is to name all that it holds."""
     coordinator_generation: int = 0
-    """The coordinator's generation, which may have grown."""
     order_number: int = 0
-    """The number of the newest order to refuse requests, or to take them again."""
     lacking: tuple[PolicyVersion, ...] = ()
-    """Versions behind the pool's aliases that the replica does not serve."""
     lacking_more: bool = False
-    """True if there are more than ``lacking`` lists."""
     base_doubt: str = ""
-    """Reason why its base@0 is not the pool's; empty where it is, or is not served."""
     absent_policies: tuple[AbsentPolicy, ...] = ()
-    """Policies that are lost or were forgotten, with what requests for them are told."""
     out_of_service: OutOfService | None = None
-    """The operator's order that stands, as in ``RegisterAnswer``."""
     epoch: int = 0
-    """Number that groups and orders are counted up to, as in ``RegisterAnswer``."""
     pool_id: str = ""
 
 
 @dataclass(frozen=True)
 class UncordonAnswer(CallAnswer):
-    """Answer to Uncordon: the replica's state, if it is in the pool, and the reason for it."""
+    """State of a replica that is in service again, if it is in the pool, and the reason for it."""
 
     state: ReplicaState | None
     state_reason: str
@@ -265,7 +246,7 @@ class UncordonAnswer(CallAnswer):
 
 @dataclass(frozen=True)
 class RollbackAnswer(CallAnswer):
-    """Answer to Rollback."""
+    """Version that is served, and the one that it has replaced."""
 
     version: PolicyVersion
     replaced_version: int
@@ -274,22 +255,15 @@ class RollbackAnswer(CallAnswer):
 
 
 @dataclass(frozen=True)
-class RebindAnswer(CallAnswer):
-    """Answer to RebindBase."""
-
-    retired_versions: tuple[PolicyVersion, ...]
-
-
-@dataclass(frozen=True)
-class ForgetAnswer(CallAnswer):
-    """Answer to ForgetPolicy."""
+class RetiredAnswer(CallAnswer):
+    """Versions that an order has ended."""
 
     retired_versions: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
 class RetentionAnswer(CallAnswer):
-    """Answer to SetRetention."""
+    """Number of versions that are kept."""
 
     num_versions: int
 
@@ -393,7 +367,7 @@ class ReplicaCall(Effect):
 
 @dataclass(frozen=True)
 class CallJoin(ReplicaCall):
-    """Call of JoinGroup; ``first_rank`` is that of the replica's receiver 0."""
+    """Order to join a group; ``first_rank`` is that of the replica's receiver 0."""
 
     transfer_id: str
     replica_id: str
@@ -404,7 +378,7 @@ class CallJoin(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallLoad(ReplicaCall):
-    """Call of LoadTransfer; answered as LoadAnswered."""
+    """Order to load in place; answered as LoadAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -415,7 +389,7 @@ class CallLoad(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallCommit(ReplicaCall):
-    """Call of CommitTransfer."""
+    """Order to serve what was staged; answered as CommitAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -431,7 +405,7 @@ class CallCommit(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallSend(ReplicaCall):
-    """Call of SendVersion at the source of a clone; a failure is answered as JoinAnswered."""
+    """Order to the source of a clone; a failure is answered as JoinAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -444,7 +418,7 @@ class CallSend(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallSwitch(ReplicaCall):
-    """Call of SwitchVersion; answered as CommitAnswered."""
+    """Order to serve a version that it holds; answered as CommitAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -455,10 +429,7 @@ class CallSwitch(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallRestore(ReplicaCall):
-    """Call of SwitchVersion to a version in the replica's spill directory.
-
-    Answered as CommitAnswered.
-    """
+    """Order to serve a version of its spill directory; answered as CommitAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -474,7 +445,7 @@ class CallRestore(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallDiscard(ReplicaCall):
-    """Call of DiscardTransfer; repeated until it is answered."""
+    """Order to drop what was staged; repeated until it is answered."""
 
     transfer_id: str
     replica_id: str
@@ -483,18 +454,18 @@ class CallDiscard(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallRefuse(ReplicaCall):
-    """Call of RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
+    """Order to refuse requests; answered as RefuseAnswered. Heartbeats repeat it."""
 
     replica_id: str
     incarnation: str
     address: str
-    refuse_reason: str
+    out_of_service: OutOfService | None
     order_number: int
 
 
 @dataclass(frozen=True)
 class CallSleep(ReplicaCall):
-    """Call of Sleep; answered as SleepAnswered."""
+    """Order to sleep; answered as SleepAnswered."""
 
     replica_id: str
     incarnation: str
@@ -509,7 +480,7 @@ class CallSleep(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallWake(ReplicaCall):
-    """Call of WakeUp; answered as WakeAnswered."""
+    """Order to wake; answered as WakeAnswered."""
 
     replica_id: str
     incarnation: str
@@ -519,7 +490,7 @@ class CallWake(ReplicaCall):
 
 @dataclass(frozen=True)
 class CallRetire(ReplicaCall):
-    """Call of RetireVersions."""
+    """Order to drop versions."""
 
     replica_id: str
     incarnation: str

@@ -17,9 +17,9 @@ from weft_rl.contract.checkpoint import Checkpoint
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
-from weft_rl.contract.replica_report import ReplicaReport, Sleep
+from weft_rl.contract.replica_report import OutOfService, ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
-from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
+from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
 from weft_rl.coordinator.decisions.state.transfer import RankReport, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
@@ -38,7 +38,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Call(Event):
-    """Call that waits for an answer: its value bears the fields of its message."""
+    """Call that waits for an answer: its fields are those of the request, as its proto says."""
 
     ticket: int
 
@@ -56,15 +56,11 @@ class AcquirePolicy(Call):
     kind: PolicyKind
     process: TrainerProcess = UNKNOWN_PROCESS
     displaced_token: int = 0
-    """Token of a lease of the same trainer that ends first, if it is live."""
     last_version: int = 0
-    """Newest version of the policy that the trainer was told of."""
     last_fencing_token: int = 0
-    """Largest token by which the trainer owned a lease of the policy."""
     identity: str = ""
     """Identity that its credentials have shown; empty where nobody is asked."""
     pool_id: str = ""
-    """Pool that it was told of."""
 
     @property
     def owner(self) -> str:
@@ -79,9 +75,7 @@ class RenewLease(Call):
     policy: str
     fencing_token: int
     session_id: str = ""
-    """Session whose lease it must be; empty for any."""
     pool_id: str = ""
-    """Pool that it was told of."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,6 @@ class ReleasePolicy(Call):
     policy: str
     fencing_token: int
     session_id: str = ""
-    """Session whose lease it must be; empty for any."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,6 @@ class BeginTransfer(Call):
     group_id: str
     ids: TransferIds
     session_id: str = ""
-    """Session whose lease it must be; empty for any."""
     recorded: VersionRecord | None
     """Record that the catalog has of this trainer's request id."""
     check_finite: bool = False
@@ -148,7 +140,6 @@ class AbortTransfer(Call):
     fencing_token: int
     message: str
     request_id: str = ""
-    """Request id that names the transfer where ``transfer_id`` is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +151,7 @@ class SleepRollouts(Call):
     gpu_uuids: frozenset[str]
     level: int = field(default=1, metadata={"unset": 1})
     aborts: bool
-    """True if running requests are aborted, rather than finished."""
     timeout_seconds: float
-    """Seconds that running requests may take to end."""
     answer_by: float
 
 
@@ -192,16 +181,11 @@ class Register(Call):
     held: tuple[HeldVersionRecord, ...] = ()
     """All versions that it holds."""
     last_coordinator_generation: int = 0
-    """Highest generation of a coordinator that it was told."""
     last_epoch: int = 0
-    """Highest epoch of a group that it was told."""
     last_coordinator_id: str = ""
-    """Coordinator whose generation ``last_coordinator_generation`` is."""
     checkpoint: Checkpoint = NOT_TOLD
     out_of_service: OutOfService | None = None
-    """Operator's order that it was told last."""
     pool_id: str = ""
-    """Pool that it was told of."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +207,7 @@ class Heartbeat(Call):
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers that it holds bytes of, each with its record in the catalog."""
     held: tuple[HeldVersionRecord, ...] = ()
-    """Versions that it has not told before; all that it holds if ``held_complete``."""
+    """Versions that it has not told before, or all that it holds."""
     held_versions_complete: bool = False
 
 
@@ -332,7 +316,6 @@ class Rollback(Call):
     ids: TransferIds
     answer_by: float
     recorded: VersionRecord | None
-    """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +325,6 @@ class Pin(Call):
     version: PolicyVersion
     pinned: bool
     recorded: VersionRecord | None
-    """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +333,6 @@ class Retire(Call):
 
     version: PolicyVersion
     recorded: VersionRecord | None
-    """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +341,6 @@ class SetRetention(Call):
 
     policy: str
     num_versions: int
-    """Number of versions to keep; 0 for as many as the coordinator was started with."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +349,6 @@ class ForgetPolicy(Call):
 
     policy: str
     force: bool
-    """True if its owner's lease, and what the owner is pushing, end with it."""
 
 
 @dataclass(frozen=True)
@@ -411,9 +390,7 @@ class SleepReplica(Call):
 
     replica_id: str
     aborts: bool
-    """True if running requests are aborted, rather than finished."""
     timeout_seconds: float = DEFAULT_REQUESTS_SECONDS
-    """Seconds that running requests may take to end."""
     answer_by: float = float("inf")
     level: int = field(default=1, metadata={"unset": 1})
 
@@ -431,7 +408,6 @@ class RebindBase(Call):
     """Operator's order to let go of the pool's base model."""
 
     base_fingerprint: str
-    """The fingerprint of the base that is to be let go of."""
 
 
 # -- outcomes of effects that call replicas, or look something up ------------------
@@ -475,8 +451,6 @@ class CommitAnswered(Event):
     failure: Failure | None
     retained: tuple[int, ...] = ()
     base_as_started: bool = False
-    """True if the base that it serves now holds the bytes of the checkpoint that it was started
-    with."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from weft_rl.contract.names import (
     VersionVector,
 )
 from weft_rl.contract.options import setting
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.state.replica import (
-    OutOfService,
     Replica,
     SleepWait,
     StandingSleepOrder,

@@ -72,18 +72,6 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class OutOfService:
-    """Operator's order that keeps a replica out of service; durable."""
-
-    reason: str = ""
-    no_pushes: bool = False
-    """True if the replica is kept out of transfers, too, and refuses requests."""
-
-    def __str__(self) -> str:
-        return f"by an operator{self.reason and ': '}{self.reason}"
-
-
-@dataclass(frozen=True)
 class ReplicaDrain:
     """Drain of a replica: it leaves in good order, at ``deadline`` at the latest."""
 

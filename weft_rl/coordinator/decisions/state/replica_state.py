@@ -85,11 +85,8 @@ def with_counted_versions(
 
 
 def _digest_of(state: PoolState, heard: HeldVersionRecord) -> bytes | None:
-    """Return the digest that the catalog has under a number; None if it knows none.
-
-    A push that was aborted without a digest counts as unknown. If the catalog is an older
-    copy, the push may have been committed in what was lost; no other version has its number.
-    """
+    """Return the digest that the catalog has under a number; None if it knows none, or if the push
+    was aborted without one: it may have been committed in what a lost catalog knew."""
     version, record = heard.held.version, heard.record
     if version in state.conflicts:
         return b""

@@ -51,7 +51,7 @@ class ReplicaState(enum.IntEnum):
 
 
 class CallAnswer:
-    """Answer to a waiting call."""
+    """Answer to a waiting call: its fields are those of the response, as its proto says."""
 
 
 class StateReason(enum.Enum):

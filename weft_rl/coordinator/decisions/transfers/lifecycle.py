@@ -151,11 +151,8 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
 
 
 def _mismatches(transfer: Transfer, group: Group) -> dict[int, Failure]:
-    """Return the ranks whose digest is not that of the transfer, with the failure of each.
-
-    The digest of a transfer is what its senders have. Before one of them has told it, nobody
-    knows which of two receivers is wrong.
-    """
+    """Return the failures of ranks whose digest is not their senders'. Before a sender has told its
+    own, nobody knows which of two receivers is wrong."""
     staged = transfer.attempt.staged
     sender = next((rank for rank in staged if rank in group.senders), None)
     found = {}
@@ -186,10 +183,8 @@ def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
 def _lose_ranks(
     change: Change, transfer: Transfer, group: Group, failures: Mapping[int, Failure]
 ) -> None:
-    """Continue without the replicas of ranks that failed by themselves, or end the transfer.
-
-    No transfer continues without one of its senders.
-    """
+    """Continue without the replicas of ranks that failed by themselves, or end the transfer, which
+    needs each of its senders."""
     lost = {group.member_name(rank): why for rank, why in failures.items()}
     ends = [
         why
@@ -261,11 +256,8 @@ def watch_deadlines(change: Change) -> None:
 
 
 def _judge(change: Change, transfer: Transfer) -> None:
-    """Judge accusations once it is clear that nobody's stream broke.
-
-    A rank that says that a peer is gone is then itself what cannot reach the others. If a
-    sender says so, or all do, the transfer ends.
-    """
+    """Judge accusations once it is clear that nobody's stream broke: who says that a peer is gone
+    cannot reach the others itself. If a sender says so, or all do, the transfer ends."""
     group, accusations = change.state.groups[transfer.group_id], transfer.attempt.accusations
     lost = {group.member_name(rank): why for rank, why in accusations.items()}
     if transfer.trainer_id in lost or len(lost) == len(group.members):

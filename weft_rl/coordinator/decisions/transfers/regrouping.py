@@ -103,11 +103,8 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
 
 
 def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) -> GroupProgress:
-    """Return the progress of the new group, with the silence of the survivors carried over.
-
-    What they may take is counted over the whole transfer, however often its group is formed
-    anew.
-    """
+    """Return the progress of the new group with the silence of the survivors: it counts over the
+    whole transfer."""
     first_ranks = {member.replica_id: member.first_rank for member in former.members}
     ranks = {rank: rank for rank in renewed.senders}
     for member in renewed.members:

@@ -139,10 +139,7 @@ def watch(change: Change) -> None:
 
 
 def _has_come(transfer: Transfer, group: Group) -> bool:
-    """Return whether a sender is at work for a transfer.
-
-    In a group that is kept from the former transfer a sender attends in any case.
-    """
+    """Return whether a sender is at work; in a group of the former transfer it attends anyway."""
     is_own = group.group_id.startswith(transfer.ids.group_id)
     reports = transfer.attempt.progress.reports
     return any(
@@ -153,11 +150,8 @@ def _has_come(transfer: Transfer, group: Group) -> bool:
 
 
 def _holder(progress: GroupProgress, group: Group) -> int | None:
-    """Return the receiver that all others wait for now; None if a sender owes a step, too.
-
-    Of several it is the first that is at work: behind one that relays to it, another waits for
-    bytes.
-    """
+    """Return the receiver that all others wait for, the first at work (it may relay to the next);
+    None if a sender owes a step."""
     owing = [rank for rank in group.receivers if rank in progress.owed_steps]
     is_a_sender = any(rank in progress.owed_steps for rank in group.senders)
     if is_a_sender or not owing or len(owing) == group.num_receivers:
@@ -168,10 +162,7 @@ def _holder(progress: GroupProgress, group: Group) -> int | None:
 
 
 def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
-    """Lose a member that holds the others up for long.
-
-    Only where the transfer would not end in its time because of it, and goes on without it.
-    """
+    """Lose a member that holds the others up, where only without it the transfer ends in time."""
     progress, seconds = transfer.attempt.progress, transfer.deadline - transfer.begin_at
     for rank, held_up in progress.held_up.items():
         name = group.member_name(rank)
@@ -260,11 +251,8 @@ def silent(change: Change, replica: Replica, step: str, since: float) -> Failure
 
 
 def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> dict[str, Failure]:
-    """Return the members that may be given up.
-
-    Where nobody would be left, members that load in place are not: their weights are mixed,
-    and may yet become whole until the deadline.
-    """
+    """Return the members that may be given up: not all, where they load in place, since their mixed
+    weights may yet become whole."""
     is_anybody_left = any(member.replica_id not in lost for member in group.members)
     if is_anybody_left:
         return dict(lost)

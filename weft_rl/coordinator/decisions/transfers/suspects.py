@@ -132,10 +132,7 @@ def rank_attends(change: Change, event: events.RankAttends) -> None:
 
 
 def _clear(change: Change, replica: Replica, group: Group) -> bool:
-    """Clear a suspect if every receiver attends its probe and its work makes progress.
-
-    Returns whether it is cleared.
-    """
+    """Clear a suspect if every receiver attends its probe and its work makes progress."""
     assert replica.suspect is not None
     if len(group.attending - {0}) < group.size - 1 or _hangs(change, replica):
         return False

@@ -142,7 +142,6 @@ def _may_return(state: PoolState, version: PolicyVersion) -> bool:
 
 
 def _still_awaited(state: PoolState, version: PolicyVersion, case: UnservedVersion) -> bool:
-    """Return whether a replica may serve the version yet."""
     for replica_id in case.silent:
         replica = state.replicas.get(replica_id)
         if replica is None or replica.incarnation == case.transfer.incarnations[replica_id]:

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 from weft_rl import descriptors
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.state.effects import (
     Save,
     SaveAsStarted,
@@ -45,7 +46,7 @@ from weft_rl.coordinator.decisions.state.effects import (
 )
 from weft_rl.coordinator.decisions.state.event_kinds import KEPT_WITH, MAX_KEPT
 from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
@@ -250,7 +251,6 @@ class Catalog:
         return sorted(self._rows.select(EVENTS, {}), key=itemgetter(0))
 
     def _read_kept(self) -> dict[str, deque[int]]:
-        """Return the numbers of the events that are kept, by what they are kept with."""
         kept = defaultdict[str, deque[int]](deque)
         for row in self._events():
             past = event_from_row(row)

@@ -156,11 +156,7 @@ def _lock_beside(real: Path) -> Path:
 
 
 def _lock_path(real: Path) -> int:
-    """Return a descriptor that holds a path's lock.
-
-    Raises:
-        CatalogError: ``CATALOG_LOCKED``.
-    """
+    """Return a descriptor that holds a path's lock."""
     beside = _lock_beside(real)
     while True:
         descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -241,11 +237,7 @@ def _sync(directory: Path) -> None:
 
 
 def _lock_byte(descriptor: int) -> None:
-    """Lock one byte of the catalog for an open file description.
-
-    Raises:
-        BlockingIOError: Another open file description has it.
-    """
+    """Lock one byte of the catalog for an open file description."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
     except OSError as error:

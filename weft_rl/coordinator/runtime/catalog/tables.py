@@ -19,9 +19,10 @@ from types import MappingProxyType
 from typing import Any, Final, cast, get_origin, get_type_hints
 
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.state.effects import SaveEvent
 from weft_rl.coordinator.decisions.state.pool import Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import BoundCheckpoint, VersionRecord
 from weft_rl.schema import codec, without_none
 from weft_rl.v1 import inspect_pb2

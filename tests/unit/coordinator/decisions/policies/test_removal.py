@@ -49,7 +49,7 @@ def _retired(m: Machine, replica_id: str, **changes: Any) -> None:
 def test_its_versions_leave_every_replica_with_what_the_name_stands_for() -> None:
     m = _pushed()
     answer = m.answer(_forget(m))
-    assert answer == effects.ForgetAnswer((_v("math@1"), _v("math@2")))
+    assert answer == effects.RetiredAnswer((_v("math@1"), _v("math@2")))
     orders = {call.replica_id: call for call in m.found(effects.CallRetire)}
     assert set(orders) == {"r0", "r1"}
     assert orders["r0"].versions == (_v("math@1"), _v("math@2"))
@@ -131,7 +131,7 @@ def test_a_lease_that_brings_no_version_leaves_it_forgotten() -> None:
     m.pass_time(20.0, renews=False)
     assert "math" not in m.state.policies
     m.acquire("math")
-    assert m.answer(_forget(m, force=True)) == effects.ForgetAnswer(())
+    assert m.answer(_forget(m, force=True)) == effects.RetiredAnswer(())
     assert "math" not in m.state.policies
 
 
@@ -196,7 +196,7 @@ def test_a_clone_of_it_ends_and_its_target_drops_it(phase: Phase) -> None:
 def test_it_is_idempotent_and_says_what_it_does_not_know() -> None:
     m = _pushed("r0")
     m.answer(_forget(m))
-    assert m.answer(_forget(m)) == effects.ForgetAnswer(())
+    assert m.answer(_forget(m)) == effects.RetiredAnswer(())
     assert m.error(_forget(m, "nobody")).reason == "POLICY_UNKNOWN"
     error = m.error(m.roll_back("math", 1))
     assert error.reason == "POLICY_UNKNOWN"

@@ -74,7 +74,7 @@ def test_rebinding_retires_what_was_served_and_keeps_the_numbers() -> None:
     before = m.state.policies
     m.do(events.Leave(99, "r0", "i1"))
     answer = m.answer(_rebind(m))
-    assert isinstance(answer, effects.RebindAnswer)
+    assert isinstance(answer, effects.RetiredAnswer)
     retired = [PolicyVersion("base", 2), PolicyVersion("math", 1), PolicyVersion("math", 2)]
     assert list(answer.retired_versions) == retired
     saved = m.last
@@ -88,7 +88,7 @@ def test_rebinding_retires_what_was_served_and_keeps_the_numbers() -> None:
         assert policy.last_version == before[name].last_version == 2
         assert policy.fencing_token == before[name].fencing_token
         assert (policy.served_version, policy.versions, policy.pinned) == (0, (), ())
-    assert isinstance(m.answer(_rebind(m, "anything")), effects.RebindAnswer)  # idempotent
+    assert isinstance(m.answer(_rebind(m, "anything")), effects.RetiredAnswer)  # idempotent
     assert _is_in(m, m.register("r1", base_fingerprint=WRONG))
     m.do(events.ReferenceKnown(WRONG))
     pushed = m.run_to(Phase.COMMITTED, "math")
@@ -106,5 +106,5 @@ def test_it_is_not_rebound_under_anybody() -> None:
     waiting = m.begin()
     assert m.error(_rebind(m)).reason == "TRANSFER_UNDER_WAY"
     m.do(events.CallerGone(waiting))
-    assert isinstance(m.answer(_rebind(m)), effects.RebindAnswer)
+    assert isinstance(m.answer(_rebind(m)), effects.RetiredAnswer)
     assert m.state.fingerprint == ""

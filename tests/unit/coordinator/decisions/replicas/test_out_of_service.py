@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport
+from weft_rl.contract.replica_report import DrainNote, OutOfService, ReplicaReport
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
@@ -41,7 +39,7 @@ def _beat(m: Machine, replica_id: str, note: DrainNote | None = None) -> effects
         replica_id,
         retained_base_versions=m.state.replicas[replica_id].retained,
         drain=note,
-        refusing=refuse_reason(m.state, replica_id),
+        refusing=m.ordered_refusal(replica_id),
         order_number=m.state.order_number,
     )
     assert isinstance(answer, effects.HeartbeatAnswer)
@@ -62,7 +60,7 @@ def test_a_cordoned_replica_receives_and_is_not_ready() -> None:
     m.answer(_take_out(m, "r1", "new disk"))
     assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: new disk")
     assert not _beat(m, "r1").ready
-    assert _beat(m, "r1").refuse_reason == ""
+    assert not _beat(m, "r1").out_of_service.refusal
     assert _targets(m) == ("r0", "r1")
     m.answer(_uncordon(m, "r1"))
     assert _beat(m, "r1").ready
@@ -123,7 +121,7 @@ def test_nothing_goes_to_a_replica_that_an_operator_keeps_out() -> None:
         ReplicaState.OUT_OF_SERVICE,
         "by an operator: answers nonsense; it has not said yet that it refuses requests",
     )
-    assert _beat(m, "r1").refuse_reason.endswith("answers nonsense")
+    assert _beat(m, "r1").out_of_service.refusal.endswith("answers nonsense")
     assert m.standing("r1") == (ReplicaState.OUT_OF_SERVICE, "by an operator: answers nonsense")
     assert _targets(m, "base") == _targets(m) == ("r0",)
     m.pass_time(1.0)
@@ -244,7 +242,10 @@ def test_a_draining_replica_is_the_last_choice_for_a_clone() -> None:
 
 
 def _refuse_calls(m: Machine) -> list[tuple[str, str, int]]:
-    return [(c.replica_id, c.refuse_reason, c.order_number) for c in m.ever(effects.CallRefuse)]
+    return [
+        (c.replica_id, c.out_of_service.refusal if c.out_of_service else "", c.order_number)
+        for c in m.ever(effects.CallRefuse)
+    ]
 
 
 def _says(m: Machine, replica_id: str, refusing: str, number: int) -> None:
@@ -295,7 +296,7 @@ def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> No
     _says(m, "r1", "", 0)
     assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = _beat(m, "r1")
-    assert (answer.refuse_reason, answer.order_number, answer.ready) == ("", 2, True)
+    assert (answer.out_of_service, answer.order_number, answer.ready) == (None, 2, True)
     assert m.standing("r1")[0] is ReplicaState.READY
 
 
@@ -329,13 +330,13 @@ def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> 
     m = _open_pool()
     _take_out(m, "r0", "nonsense", no_pushes=True)
     answer = m.answer(m.register("r0"))
-    assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
+    assert (answer.out_of_service.refusal[-8:], answer.order_number) == ("nonsense", 1)
     again = _registered(m, "r1")
     report = dataclasses.replace(again.report, refusing="an operator ordered it")
     m.do(dataclasses.replace(again, report=report))
     assert m.standing("r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = m.answer(900)
-    assert answer.refuse_reason == ""
+    assert answer.out_of_service is None
 
 
 def _registered(m: Machine, replica_id: str) -> events.Register:

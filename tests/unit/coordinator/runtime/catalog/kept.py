@@ -8,6 +8,7 @@ from pathlib import Path
 from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state.effects import (
     Announce,
@@ -26,7 +27,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveVersion,
 )
 from weft_rl.coordinator.decisions.state.pool import Lease, Policy, TrainerProcess
-from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,

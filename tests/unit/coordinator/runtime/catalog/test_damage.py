@@ -16,9 +16,9 @@ import pytest
 
 from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.state.effects import SaveEpoch, SaveOutOfService, SavePolicy
 from weft_rl.coordinator.decisions.state.pool import Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import PolicyKind
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft_rl.coordinator.runtime.catalog.tables import POLICIES, VERSIONS, Rows, Table

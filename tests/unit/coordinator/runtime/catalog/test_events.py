@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import OutOfService
 from weft_rl.coordinator.decisions.state.effects import (
     Announce,
     EventKind,
@@ -14,7 +15,6 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveOutOfService,
 )
 from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT
-from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.runtime.catalog import database
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft_rl.coordinator.runtime.catalog.tables import EVENTS, Rows
