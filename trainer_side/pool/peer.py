@@ -14,7 +14,12 @@ from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PushSender
 from trainer_side.pool.coordinator_client import data_address
 from trainer_side.pushes.rank_push import RankPush
-from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
+from weft_rl.contract.errors import (
+    NotReadyError,
+    PeerUnavailableError,
+    TransferAbortedError,
+    WeftError,
+)
 from weft_rl.rpc.codec import TICKET
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.group import same_stream
@@ -23,6 +28,8 @@ from weft_rl.v1 import publish_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 15.0
+# The coordinator has just begun the push: it is there, and busy, or on its way back.
+_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.1
 
 
 class SideGroupRank:
@@ -65,9 +72,10 @@ class SideGroupRank:
     def join(self, begun: pb.BeginTransferResponse, number: int) -> None:
         """Join the group as its rank ``number``, unless already in it.
 
-        Blocks until the coordinator attends this rank. If the rank dies before that, the other
-        ranks find it gone as they agree; after that the coordinator tells them. In between they
-        would wait for it.
+        Blocks until the coordinator attends this rank; tries again for some seconds where no
+        connection is made: the others would have to leave the push with this rank. If the rank
+        dies before that, the other ranks find it gone as they agree; after that the coordinator
+        tells them. In between they would wait for it.
 
         Raises:
             PeerUnavailableError: The coordinator does not answer this machine.
@@ -82,8 +90,18 @@ class SideGroupRank:
         token = [begun.group.token, *begun.group.further_tokens][number]
         ticket = replace(ticket, rank=number, token=token)
         device = self._selection.device_of(ticket.backend)
-        self._sender = PushSender(ticket, device, self._credentials)
-        self._sender.wait_attended()
+        until = time.monotonic() + _CONNECT_SECONDS
+        while True:
+            self._sender = PushSender(ticket, device, self._credentials)
+            try:
+                self._sender.wait_attended()
+                return
+            except PeerUnavailableError as error:
+                if error.reason != "COORDINATOR_AWAY" or time.monotonic() >= until:
+                    raise
+                _log.info("joining the push's group again: %s", error)
+                self.close()
+                time.sleep(_RETRY_SECONDS)
 
     @contextmanager
     def sending(

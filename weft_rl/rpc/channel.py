@@ -238,9 +238,10 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted coordinator is found again within two seconds.
+    # A restarted coordinator is found again within two seconds. Under "min" gRPC has the longest
+    # time of one attempt: a busy machine may take more than a second to answer.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # The control plane is next door: an http_proxy meant for the internet is
     # not on the way to it.

@@ -9,7 +9,7 @@ import pytest
 
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.peer import SideGroupRank
-from weft_rl.contract.errors import StaleEpochError
+from weft_rl.contract.errors import PeerUnavailableError, StaleEpochError
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport import sender as module
 from weft_rl.v1 import publish_pb2 as pb
@@ -21,12 +21,15 @@ class Attendance:
     def __init__(self) -> None:
         self.answers = threading.Event()
         self.refuses = False
+        self.failures: list[Exception] = []
         self.said: list[object] = []
 
     def send(self, message: object) -> None:
         self.said.append(message)
 
     def wait_welcome(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
         assert self.answers.wait(10)
         if self.refuses:
             raise StaleEpochError("the group was dropped")
@@ -73,6 +76,35 @@ def test_the_ranks_go_on_once_the_coordinator_attends_it(
     peer.join(begun, 1)  # it is there
     peer.close()
     assert made.left
+
+
+@pytest.mark.parametrize(("reason", "num_tries"), [("COORDINATOR_AWAY", 3), ("PEER_GONE", 1)])
+def test_a_connection_that_is_not_made_is_tried_again(
+    joining: tuple[SideGroupRank, pb.BeginTransferResponse],
+    reason: str,
+    num_tries: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The link between the ranks ends with a rank that cannot join: nobody could begin again."""
+    peer, begun = joining
+    failures = [PeerUnavailableError("no answer", reason=reason) for _ in range(2)]
+    made: list[Membership] = []
+
+    def make(*_: object, **__: object) -> Membership:
+        made.append(Membership())
+        made[-1].attendance.failures = failures
+        made[-1].attendance.answers.set()
+        return made[-1]
+
+    monkeypatch.setattr(module, "Membership", make)
+    if num_tries > 1:
+        peer.join(begun, 1)
+    else:
+        with pytest.raises(PeerUnavailableError):
+            peer.join(begun, 1)
+    assert len(made) == num_tries
+    assert [each.left for each in made[:-1]] == [True] * (num_tries - 1)
+    peer.close()
 
 
 def test_one_that_is_refused_says_why(
