@@ -31,7 +31,7 @@ from tests.chart.rendering import (
     render,
 )
 from weft_rl import __version__
-from weft_rl.cli.doctor import _SHM_BYTES as SHM_BYTES
+from weft_rl.cli.doctor import SHM_BYTES
 
 
 @pytest.fixture(params=PROFILES)

@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollout_side.vllm_engine.compat import bridges
 from weft_rl.contract.backends import BackendChoice
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
-from weft_rl.transport.backends import why_unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -182,6 +179,10 @@ def refuse_backend(choice: BackendChoice) -> None:
     """Refuse a backend that no worker on this machine could use."""
     if choice == "auto":
         return
+    import torch  # not where the options alone are read: the chart's tests have none
+
+    from weft_rl.transport.backends import why_unavailable
+
     platform = importlib.import_module("vllm.platforms").current_platform
     if why := why_unavailable(choice, torch.device("cuda" if platform.is_cuda() else "cpu")):
         raise UnsupportedError(

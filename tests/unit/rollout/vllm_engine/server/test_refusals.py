@@ -27,6 +27,7 @@ from rollout_side.vllm_engine.server.refusals import (
     refuse_unsupported,
 )
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.transport import backends
 
 
 @pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])
@@ -237,8 +238,8 @@ def test_a_backend_that_the_machine_cannot_use_is_refused(
     for name in ("vllm", "vllm.platforms"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(current_platform=platform))
     missing = {"one-sided": "no directory for sockets"}
-    why = {True: lambda name, _: missing.get(name, ""), False: refusals.why_unavailable}
-    monkeypatch.setattr(refusals, "why_unavailable", why[is_cuda])
+    why = {True: lambda name, _: missing.get(name, ""), False: backends.why_unavailable}
+    monkeypatch.setattr(backends, "why_unavailable", why[is_cuda])
     if not is_cuda:
         monkeypatch.setenv("WEFT_ONE_SIDED_DIR", "no directory for sockets")
     for always in ("auto", "gloo"):
