@@ -26,8 +26,8 @@ from trainer_side.push_request import (
 )
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, is_told, sharing, told
-from trainer_side.sources.adapter_source import KnownBases, TrainingBase
 from trainer_side.sources.base_content import PushedContent
+from trainer_side.sources.origin import KnownBases, TrainingBase
 from weft_rl import tracing
 from weft_rl.contract.errors import (
     BaseMismatchError,

@@ -24,13 +24,6 @@ _LONG_SECONDS = 60.0
 #: Longest that a thread works or waits before it can report: it reports at least every 2 s.
 PROGRESS_SECONDS: Final = 1.0
 
-#: What a step that takes long calls, often, with how far it is and of how much.
-OnProgress = Callable[[int, int], None]
-
-
-def ignore_progress(done: int, total: int) -> None:
-    """Ignore progress: an ``OnProgress`` for steps that nobody watches."""
-
 
 class ThreadWaker:
     """Waker of the one thread that waits for something that other threads change."""

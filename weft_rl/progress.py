@@ -21,6 +21,14 @@ _FIRST_LINE_SECONDS, _LINE_SECONDS = 5.0, 10.0
 #: An estimate of the time that is left needs this much of a step.
 _LEAST_SECONDS: Final = 1.0
 
+#: What a step that takes long calls, often, with how far it is and of how much.
+OnProgress = Callable[[int, int], None]
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Ignore progress: an ``OnProgress`` for steps that nobody watches."""
+
+
 #: Title of a replica's start in its log, where ``weft demo`` reads how far it is.
 STARTING: Final = "the replica starts"
 

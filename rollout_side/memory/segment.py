@@ -26,7 +26,8 @@ from torch.multiprocessing import reductions
 from rollout_side.config import Staging
 from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import CapacityError, NotReadyError
-from weft_rl.interrupts import OnProgress, ignore_progress, report_while
+from weft_rl.interrupts import report_while
+from weft_rl.progress import OnProgress, ignore_progress
 from weft_rl.transport.group import CPU
 
 _GIB = 2**30

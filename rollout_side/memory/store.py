@@ -34,7 +34,7 @@ from weft_rl.contract.errors import (
     TransferAbortedError,
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
-from weft_rl.interrupts import OnProgress, ignore_progress
+from weft_rl.progress import OnProgress, ignore_progress
 
 
 def check_adapter_room(

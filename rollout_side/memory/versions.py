@@ -18,7 +18,7 @@ from rollout_side.memory.segment import SLICE_BYTES, Memory, Segment, SegmentRef
 from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.manifest import Manifest, Run, TensorSlot
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft_rl.interrupts import OnProgress
+from weft_rl.progress import OnProgress
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 

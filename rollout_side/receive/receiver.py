@@ -37,7 +37,8 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.manifest import Manifest, SendPlan, transfer_plan
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
-from weft_rl.interrupts import OnProgress, report_while
+from weft_rl.interrupts import report_while
+from weft_rl.progress import OnProgress
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer

@@ -76,7 +76,7 @@ class Pool:
         return made
 
     async def order(self, method: str, request: Any, timeout: float = 10.0) -> Any:
-        """What AdminService answers."""
+        """Have AdminService answer a request."""
         async with open_aio_channel(self.target) as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             return await getattr(stub, method)(request, timeout=timeout)

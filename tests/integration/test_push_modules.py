@@ -11,7 +11,7 @@ from tests.integration.traced_push import PROCESSES, Trace, trace_push
 from tests.unit.docs.walk import stops
 
 #: Modules that a push passes in each process. They only fall: wanted are 27, 22 and 18.
-MAX_MODULES = {"trainer": 32, "coordinator": 31, "replica": 25}
+MAX_MODULES = {"trainer": 33, "coordinator": 31, "replica": 25}
 #: Calls from ``push_adapter`` to the backend's, and the files that they lie in.
 MAX_CALLS, MAX_FILES = 6, 5
 #: Where vLLM's own process begins: an engine double stands in its place here.

@@ -598,7 +598,7 @@ def test_senders_go_on_together_when_a_replica_is_lost(tmp_path):
 
 @pytest.mark.parametrize("backend", ["gloo", "one-sided"])
 def test_a_version_has_one_digest_whoever_sends_it(backend, tmp_path):
-    """To replicas that stage it, and to those that load each bucket from all senders in place."""
+    """Replicas stage it, or load each bucket from all senders in place."""
     with running_pool(tmp_path / "weft.db") as pool:
         engines = [EngineDouble(weights(Model(9)), in_place=is_so) for is_so in (False, True)]
         for number, engine in enumerate(engines):

@@ -1,4 +1,5 @@
-"""Client of the pool at the ranks that send: begin, join the group, learn the outcome."""
+"""Client of the pool at the ranks that send: begin, join the group, say how far it is, learn the
+outcome."""
 
 from __future__ import annotations
 

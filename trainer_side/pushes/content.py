@@ -33,7 +33,6 @@ from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapsho
 from trainer_side.pushes.rank_push import FollowedPush, RankPush, RankPushFactory
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import (
-    AdapterBase,
     active_remarks,
     adapter_of_model,
     adapter_parameters,
@@ -50,6 +49,7 @@ from trainer_side.sources.file_source import (
 )
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
+from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import Adapter, CastRule, Source, reading
 from weft_rl.checkpoints.digest_cache import FileState
 from weft_rl.containers import LruMapping

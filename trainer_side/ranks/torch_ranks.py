@@ -1,4 +1,7 @@
-"""Ranks of an application that uses ``torch.distributed``, over a link of our own."""
+"""Ranks of an application that uses ``torch.distributed``, over a link of our own.
+
+One file: what is exchanged between GPUs is offered over the link, and ends with it.
+"""
 
 from __future__ import annotations
 

@@ -11,12 +11,8 @@ import torch
 
 from trainer_side.params.names import saved_names
 from trainer_side.params.params import copy_into
-from trainer_side.sources.adapter_source import (
-    AdapterBase,
-    check_config,
-    config_in_names,
-    config_of_dir,
-)
+from trainer_side.sources.adapter_source import check_config, config_in_names, config_of_dir
+from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import Adapter, CastRule, Source, make_metas, tensor_source
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 from weft_rl.checkpoints.digest_cache import FileState

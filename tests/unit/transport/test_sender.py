@@ -231,7 +231,7 @@ def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: Send
 def test_what_is_released_has_been_sent_also_where_the_group_has_ended_since(
     rank: SendingRank,
 ) -> None:
-    """Of a clone the last word on its buckets and the end of its group come together."""
+    """The last word on a clone's buckets and the end of its group come together."""
     group = group_of(rank)
     group.start()
     group.release(NUM_BUCKETS)

@@ -263,7 +263,7 @@ class Machine:
     # -- trainers --------------------------------------------------------------
 
     def ordered_refusal(self, replica_id: str) -> str:
-        """What a replica refuses requests with, by the order that stands."""
+        """Reason with which a replica refuses requests, by the order that stands."""
         return self.state.out_of_service.get(replica_id, OutOfService()).refusal
 
     def acquire(self, policy: str, trainer: str = "t1", session: str = "s1", **more: Any) -> int:

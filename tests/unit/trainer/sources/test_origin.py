@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from trainer_side.params.params import TensorWatcher
-from trainer_side.sources.adapter_source import AdapterBase, KnownBases, TrainingBase
 from trainer_side.sources.base_content import BaseContent, PushedContent
 from trainer_side.sources.file_source import base_of_dir
+from trainer_side.sources.origin import AdapterBase, KnownBases, TrainingBase
 from weft_rl.checkpoints import reader
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import read_checkpoint
