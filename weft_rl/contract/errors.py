@@ -220,6 +220,7 @@ REASONS: dict[str, type[WeftError]] = {
     "LORA_DISABLED": NotReadyError,
     "SLEEP_DISABLED": NotReadyError,
     "BACKEND_MISMATCH": NotReadyError,
+    "DELTA_REFUSED": NotReadyError,
     "POOL_MISMATCH": NotReadyError,
     "REVISION_MISMATCH": NotReadyError,
     "ADDRESS_IN_USE": NotReadyError,

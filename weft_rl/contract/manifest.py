@@ -640,6 +640,9 @@ class SendPlan:
     """Number of senders, ranks 0 and up of the side group; each sends something."""
     buckets: tuple[WireBucket, ...]
     listing: Listing = Listing.WITHIN_BUCKET
+    delta_from: bytes = b""
+    """Content digest of the base that a delta changes, in the same layout: its wire buckets carry
+    the changes of their runs. Empty where they carry all elements."""
 
     @property
     def lists_runs(self) -> bool:
@@ -707,9 +710,14 @@ def transfer_plan(manifest: Manifest, divided: SendPlan | None, *, carries_runs:
     return announced_plan(manifest) if carries_runs else whole_plan(manifest)
 
 
-def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
+def make_send_plan(
+    num_senders: int, buckets: Iterable[WireBucket], delta_from: bytes = b""
+) -> SendPlan:
     """Check wire buckets, which may be anybody's claim, and plan a division among senders with
     them.
+
+    Args:
+        delta_from: See ``SendPlan``.
 
     Raises:
         InvalidRequestError: Names the first that is out of bounds or out of order.
@@ -741,7 +749,9 @@ def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
                 f"wire bucket {index} has {wire.payload_bytes} payload bytes; they must be "
                 f"a multiple of {ALIGN_BYTES}"
             )
-        if not 1 <= wire.num_runs <= wire.payload_bytes // ALIGN_BYTES:
+        if wire.num_runs < 1 or not (
+            delta_from or wire.num_runs <= wire.payload_bytes // ALIGN_BYTES
+        ):
             raise InvalidRequestError(
                 f"wire bucket {index} of {wire.payload_bytes} payload bytes cannot list "
                 f"{wire.num_runs} runs: each has at least one block of {ALIGN_BYTES} bytes"
@@ -749,7 +759,12 @@ def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
     idle = set(range(num_senders)) - {wire.sender for wire in buckets}
     if idle:
         raise InvalidRequestError(f"sender {min(idle)} of a send plan has nothing to send")
-    return SendPlan(num_senders, buckets)
+    if len(delta_from) not in (0, DIGEST_BYTES):
+        raise InvalidRequestError(
+            f"a send plan's delta_from has {len(delta_from)} bytes; a content digest has "
+            f"{DIGEST_BYTES}"
+        )
+    return SendPlan(num_senders, buckets, delta_from=delta_from)
 
 
 def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
@@ -768,9 +783,25 @@ def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
         payloads[wire.bucket] += wire.payload_bytes
         runs[wire.bucket] += wire.num_runs
     for index, bucket in enumerate(manifest.buckets):
+        if plan.delta_from:
+            _check_delta_bucket(index, bucket, payloads[index], runs[index])
+            continue
         most = bucket.payload_bytes + _MAX_LOST_BYTES * runs[index]
         if not bucket.payload_bytes <= payloads[index] <= most:
             raise InvalidRequestError(
                 f"bucket {index} has {bucket.payload_bytes} payload bytes; the send plan has "
                 f"{payloads[index]} for it, in {runs[index]} runs"
             )
+
+
+def _check_delta_bucket(index: int, bucket: Bucket, payload_bytes: int, num_runs: int) -> None:
+    """Refuse the changes of a bucket of the layout that are none, or longer than the bucket with
+    what each run adds."""
+    most_runs = bucket.payload_bytes // ALIGN_BYTES
+    # Blocks that are sent whole, and what precedes them.
+    most = bucket.payload_bytes + bucket.payload_bytes // 1024 + _MAX_LOST_BYTES * num_runs
+    if not 1 <= num_runs <= most_runs or payload_bytes > most:
+        raise InvalidRequestError(
+            f"bucket {index} has {bucket.payload_bytes} payload bytes; the send plan has "
+            f"{payload_bytes} of changes for it, in {num_runs} runs"
+        )

@@ -162,6 +162,7 @@ def send_plan_to_proto(plan: SendPlan) -> types_pb2.SendPlan:
         buckets=[wire.bucket for wire in plan.buckets],
         payload_bytes=[wire.payload_bytes for wire in plan.buckets],
         num_runs=[wire.num_runs for wire in plan.buckets],
+        delta_from=plan.delta_from,
     )
 
 
@@ -174,7 +175,7 @@ def send_plan_from_proto(message: types_pb2.SendPlan) -> SendPlan:
     lists = (message.senders, message.buckets, message.payload_bytes, message.num_runs)
     if len({len(entries) for entries in lists}) != 1:
         raise InvalidRequestError("the lists of a send plan are of different lengths")
-    return make_send_plan(message.num_senders, map(WireBucket, *lists))
+    return make_send_plan(message.num_senders, map(WireBucket, *lists), message.delta_from)
 
 
 def as_dict(message: Message) -> dict[str, Any]:

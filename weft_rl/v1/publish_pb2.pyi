@@ -153,6 +153,9 @@ class DescribeTargetResponse(_message.Message):
     DRAFT_PREFIXES_FIELD_NUMBER: _builtins.int
     BASE_DTYPE_EXCEPTIONS_DIGEST_FIELD_NUMBER: _builtins.int
     REFERENCE_NAME_FIELD_NUMBER: _builtins.int
+    BASE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    DELTA_REFUSAL_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -179,6 +182,12 @@ class DescribeTargetResponse(_message.Message):
     """Names what GetReference answers now: a trainer that holds the tensors by that name asks for
     them no more.
     """
+    base_content_digest: _builtins.bytes
+    """Content of base_version, where it was pushed: its ContentDigest.value. Empty for base@0."""
+    base_layout_digest: _builtins.bytes
+    """Layout that base_content_digest is of; empty where that is."""
+    delta_refusal: _builtins.str
+    """Why a delta of that version would be refused now, for people; empty where it would not."""
     @_builtins.property
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
         """Tensors of the base whose floats are cast to these types in place of base_dtype. What is no
@@ -228,10 +237,13 @@ class DescribeTargetResponse(_message.Message):
         draft_prefixes: _abc.Iterable[_builtins.str] | None = ...,
         base_dtype_exceptions_digest: _builtins.bytes = ...,
         reference_name: _builtins.str = ...,
+        base_content_digest: _builtins.bytes = ...,
+        base_layout_digest: _builtins.bytes = ...,
+        delta_refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_content_digest", b"base_content_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_layout_digest", b"base_layout_digest", "base_version", b"base_version", "delta_refusal", b"delta_refusal", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,9 +742,10 @@ class BeginTransferRequest(_message.Message):
 
     @_builtins.property
     def send_plan(self) -> _types_pb2.SendPlan:
-        """Where several processes send: which sends what. Absent where one sends the layout's
-        buckets as they are. Refused with INVALID_REQUEST where it does not fit the layout, or
-        with carries_runs; with INVALID_MANIFEST where runs cannot fill the layout.
+        """Where several processes send, and of a delta: which sends what. Absent where one sends the
+        layout's buckets as they are. Refused with INVALID_REQUEST where it does not fit the layout,
+        or with carries_runs; with INVALID_MANIFEST where runs cannot fill the layout; with
+        DELTA_REFUSED where a delta cannot be applied: push the same version whole.
         """
 
     @_builtins.property
@@ -909,6 +922,8 @@ class Transfer(_message.Message):
     WAITS_FOR_FIELD_NUMBER: _builtins.int
     REPLACED_VERSION_FIELD_NUMBER: _builtins.int
     PAUSES_FIELD_NUMBER: _builtins.int
+    DELTA_FROM_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -949,6 +964,10 @@ class Transfer(_message.Message):
     """What it waits for until it has a version, for people; empty afterwards."""
     replaced_version: _builtins.int
     """Version that its policy served when it was committed; 0 for none."""
+    delta_from: _builtins.bytes
+    """Content digest of the base that it changed, where it was sent as a delta; else empty."""
+    sent_bytes: _builtins.int
+    """Payload bytes that each replica receives: total_bytes, or of a delta the changes alone."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -1048,10 +1067,12 @@ class Transfer(_message.Message):
         waits_for: _builtins.str = ...,
         replaced_version: _builtins.int = ...,
         pauses: _abc.Iterable[Global___GenerationPause] | None = ...,
+        delta_from: _builtins.bytes = ...,
+        sent_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "failure", b"failure", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "delta_from", b"delta_from", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "sent_bytes", b"sent_bytes", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

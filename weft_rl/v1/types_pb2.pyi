@@ -268,9 +268,9 @@ Global___Bucket: _TypeAlias = Bucket  # noqa: Y015
 
 @_typing.final
 class SendPlan(_message.Message):
-    """Who sends which part of a layout, where a transfer has several senders: for each bucket
-    of the layout, in order, one wire bucket of each sender that holds some of it, in the
-    order of their ranks. Entry i of each list is of wire bucket i; the lists are equally
+    """Who sends which part of a layout, where a transfer has several senders, or is a delta: for
+    each bucket of the layout, in order, one wire bucket of each sender that holds some of it, in
+    the order of their ranks. Entry i of each list is of wire bucket i; the lists are equally
     long, at most 65,536. A wire bucket lists its runs; on the wire it is its payload, the
     trailer of 32 bytes (whose bucket index is i), 8 and 40 * num_runs bytes for the list, and
     as many that mean nothing as make all of it a multiple of 256. See Bucket.
@@ -283,8 +283,13 @@ class SendPlan(_message.Message):
     BUCKETS_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     NUM_RUNS_FIELD_NUMBER: _builtins.int
+    DELTA_FROM_FIELD_NUMBER: _builtins.int
     num_senders: _builtins.int
     """Senders: ranks 0 and up of the side group; 1 to 256, and each has a wire bucket."""
+    delta_from: _builtins.bytes
+    """Content digest of the base that a delta changes, in the same layout: the wire buckets then
+    carry the changed elements of their runs alone. Empty where they carry all elements.
+    """
     @_builtins.property
     def senders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rank that sends it."""
@@ -296,12 +301,13 @@ class SendPlan(_message.Message):
     @_builtins.property
     def payload_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of its runs and their padding; a multiple of 256. Those of a bucket of the layout
-        add up to its payload at least, and to 512 bytes a run more at most.
+        add up to its payload at least, and to 512 bytes a run more at most. Of a delta: bytes of the
+        coded changes of its runs.
         """
 
     @_builtins.property
     def num_runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Runs that it lists; at least one, and at most one for each 256 bytes of its payload."""
+        """Runs that it lists; at least one, and at most one for each 256 bytes that these runs have."""
 
     def __init__(
         self,
@@ -311,10 +317,11 @@ class SendPlan(_message.Message):
         buckets: _abc.Iterable[_builtins.int] | None = ...,
         payload_bytes: _abc.Iterable[_builtins.int] | None = ...,
         num_runs: _abc.Iterable[_builtins.int] | None = ...,
+        delta_from: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "num_runs", b"num_runs", "num_senders", b"num_senders", "payload_bytes", b"payload_bytes", "senders", b"senders"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "delta_from", b"delta_from", "num_runs", b"num_runs", "num_senders", b"num_senders", "payload_bytes", b"payload_bytes", "senders", b"senders"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

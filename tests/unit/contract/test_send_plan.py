@@ -106,3 +106,21 @@ def test_lists_of_different_lengths_are_refused() -> None:
     plan.num_runs.append(1)
     with pytest.raises(InvalidRequestError, match="different lengths"):
         send_plan_from_proto(plan)
+
+
+def test_a_delta_may_be_shorter_than_its_layout_and_not_much_longer() -> None:
+    manifest = layout([300, 500])
+    (bucket,) = manifest.buckets
+    base = b"12345678"
+
+    def plan(payload_bytes: int, num_runs: int) -> SendPlan:
+        return make_send_plan(1, [WireBucket(0, 0, payload_bytes, num_runs)], base)
+
+    assert send_plan_from_proto(send_plan_to_proto(plan(256, 2))) == plan(256, 2)
+    check_send_plan(plan(256, 2), manifest)
+    check_send_plan(plan(bucket.payload_bytes + 1024, 2), manifest)
+    for wrong in (plan(bucket.payload_bytes + 1280, 2), plan(256, bucket.payload_bytes // 256 + 1)):
+        with pytest.raises(InvalidRequestError, match="of changes for it"):
+            check_send_plan(wrong, manifest)
+    with pytest.raises(InvalidRequestError, match="a content digest has 8"):
+        make_send_plan(1, [WireBucket(0, 0, 256, 1)], b"short")
