@@ -33,6 +33,16 @@ def rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
     return _split_mix(rows) << 1
 
 
+def weights_of(words: torch.Tensor) -> torch.Tensor:
+    """Return the weights of any words, int64, on their device."""
+    rows = torch.div(words, WIDTH, rounding_mode="floor")
+    if words.device == HOST and len(words):
+        of_rows = rows_at(rows, int(rows.max()))
+    else:
+        of_rows = _split_mix(rows) << 1
+    return of_rows + column_weights(words.device)[words % WIDTH]
+
+
 @cache
 def first_weights() -> torch.Tensor:
     """Return the weight of each word of the first ``NUM_WRITTEN_ROWS`` rows, on the host."""

@@ -1,0 +1,238 @@
+"""Changed elements as they are coded: what is applied is what was compared, or nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.manifest import Run
+from weft_rl.transport.digests.wsum64 import Part, part_digests
+from weft_rl.transport.wire.changes import (
+    BLOCK_ELEMENTS,
+    RunPlace,
+    apply_changes,
+    decode_changes,
+    encode_changes,
+    packed_places,
+    run_sum,
+)
+
+TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LENGTHS = (1, 5, 300, BLOCK_ELEMENTS - 1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 40_000)
+DENSITIES = (0.0, 0.0005, 0.01, 0.05, 0.3, 0.9, 1.0)
+
+
+class Pair(NamedTuple):
+    """Two versions of a bucket's payload."""
+
+    runs: list[Run]
+    sizes: list[int]
+    old: torch.Tensor
+    new: torch.Tensor
+
+    @property
+    def places(self) -> list[RunPlace]:
+        return packed_places(self.runs, self.sizes)
+
+    @property
+    def parts(self) -> list[Part]:
+        found, at = [], 0
+        for run, size in zip(self.runs, self.sizes, strict=True):
+            row = run.count * size if run.repeats > 1 else 0
+            num_bytes = run.payload_bytes(size)
+            found.append(Part(at, num_bytes, run.begin_bytes(size), row, run.stride * size))
+            at += num_bytes
+        return found
+
+
+def elements(payload: torch.Tensor, place: RunPlace, run: Run, size: int) -> torch.Tensor:
+    """Copy the elements of a run."""
+    end = place.at + run.num_elements * size
+    return payload[place.at : end].clone().view(TYPES[size])
+
+
+def pair_of(
+    runs: list[Run], sizes: list[int], density: float, seed: int, longest: int = 12
+) -> Pair:
+    """Draw two versions: of what changes, four in five by one unit, others by up to ``longest``."""
+    torch.manual_seed(seed)
+    num_bytes = sum(run.payload_bytes(size) for run, size in zip(runs, sizes, strict=True))
+    old = torch.zeros(num_bytes, dtype=torch.uint8)
+    new = old.clone()
+    for place, run, size in zip(packed_places(runs, sizes), runs, sizes, strict=True):
+        span = slice(place.at, place.at + run.num_elements * size)
+        old[span] = torch.randint(0, 256, (run.num_elements * size,), dtype=torch.uint8)
+        values = elements(old, place, run, size)
+        many = len(values)
+        steps = torch.where(
+            torch.rand(many) < 0.8,
+            torch.randint(0, 2, (many,)) * 2 - 1,
+            torch.randint(-longest, longest + 1, (many,)),
+        )
+        changes = torch.rand(many) < density
+        moved = values.to(torch.int64) + torch.where(changes, steps, 0)
+        jumps = torch.rand(many) < density * 0.1
+        moved = torch.where(jumps, torch.randint(-(2**40), 2**40, (many,)), moved)
+        new[span] = moved.to(TYPES[size]).view(torch.uint8)
+    return Pair(runs, sizes, old, new)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    runs, sizes = [], []
+    for number in range(draw(st.integers(1, 4))):
+        size = draw(st.sampled_from([1, 2, 2, 4, 8]))
+        unit = 8 // size
+        if draw(st.booleans()):
+            row = unit * draw(st.integers(1, 20))
+            stride = row + unit * draw(st.integers(1, 9))
+            first = unit * draw(st.integers(0, 50))
+            runs.append(Run(number, first, row, stride, draw(st.integers(2, 60))))
+        else:
+            runs.append(Run(number, draw(st.integers(0, 3000)), draw(st.sampled_from(LENGTHS))))
+        sizes.append(size)
+    return pair_of(runs, sizes, draw(st.sampled_from(DENSITIES)), draw(st.integers(0, 2**30)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs())
+def test_what_is_applied_is_what_was_compared_and_can_be_undone(pair: Pair) -> None:
+    coded = encode_changes(pair.old, pair.new, pair.runs, pair.sizes)
+    assert coded.payload.numel() % 256 == 0
+    before, after = (part_digests(payload, pair.parts) for payload in (pair.old, pair.new))
+    assert [(a + b) % 2**64 for a, b in zip(before, coded.sums, strict=True)] == after
+    data = pair.old.clone()
+    applied = apply_changes(coded.payload, pair.runs, pair.sizes, data, pair.places)
+    assert data.equal(pair.new)
+    assert applied.num_changes >= coded.num_changes
+    applied.undo()
+    assert data.equal(pair.old)
+    if coded.num_changes:  # steps are not taken twice
+        with pytest.raises(DigestMismatchError, match="not those that the delta was made from"):
+            apply_changes(coded.payload, pair.runs, pair.sizes, pair.new.clone(), pair.places)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.data())
+def test_whatever_a_payload_holds_nothing_is_written_unless_all_is(
+    pair: Pair, data: st.DataObject
+) -> None:
+    """Digests find what the network does to it; here nothing is to be read or written elsewhere."""
+    payload = encode_changes(pair.old, pair.new, pair.runs, pair.sizes).payload
+    match data.draw(st.sampled_from(["flip", "cut", "junk", "longer"])):
+        case "flip":
+            for at in data.draw(st.lists(st.integers(0, 8 * len(payload) - 1), min_size=1)):
+                payload[at // 8] ^= 1 << at % 8
+        case "cut":
+            payload = payload[: data.draw(st.integers(0, len(payload) - 1))]
+        case "junk":
+            payload = torch.randint(0, 256, payload.shape, dtype=torch.uint8)
+        case "longer":
+            payload = torch.cat([payload, payload.new_zeros(256)])
+    memory = torch.full((len(pair.old) + 512,), 0xAB, dtype=torch.uint8)
+    target = memory[256 : 256 + len(pair.old)].copy_(pair.old)
+    try:
+        apply_changes(payload, pair.runs, pair.sizes, target, pair.places)
+    except DigestMismatchError:
+        assert target.equal(pair.old)
+    assert memory[:256].eq(0xAB).all()
+    assert memory[-256:].eq(0xAB).all()
+
+
+def test_runs_are_applied_to_their_places_in_any_memory() -> None:
+    """Of a tensor of rows of 24: columns, as they lie there, and not as they are packed."""
+    pair = pair_of([Run(0, 4, 8, 24, 16), Run(1, 3, 70)], [2, 4], 0.2, seed=4)
+    coded = encode_changes(pair.old, pair.new, pair.runs, pair.sizes)
+    places = [RunPlace(256 + 8, 8, 24), RunPlace(2048 + 12, 70, 0)]
+    data = torch.zeros(4096, dtype=torch.uint8)
+    wanted = data.clone()
+    for memory, payload in ((data, pair.old), (wanted, pair.new)):
+        packed = pair.places
+        rows = elements(payload, packed[0], pair.runs[0], 2).view(16, 8)
+        memory[256 + 8 : 256 + 8 + 16 * 48].view(torch.int16).view(16, 24)[:, :8] = rows
+        memory[2060 : 2060 + 280] = elements(payload, packed[1], pair.runs[1], 4).view(torch.uint8)
+    apply_changes(coded.payload, pair.runs, pair.sizes, data, places)
+    assert data.equal(wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_bits_of_numbers_are_bits(size: int) -> None:
+    """NaN of any kind, both zeros, and the longest steps, around the ends of the range."""
+    low = -(2 ** (8 * size - 1))
+    values = torch.tensor([0, low, -1, low, ~low, 1, low + 1, ~low - 8], dtype=torch.int64)
+    others = torch.tensor([low, 0, ~low, ~low, low, -1, low, ~low], dtype=torch.int64)
+    runs = [Run(0, 0, 8)]
+    padding = torch.zeros(256 - 8 * size, dtype=torch.uint8)
+    old, new = (
+        torch.cat([bits.to(TYPES[size]).view(torch.uint8), padding]) for bits in (values, others)
+    )
+    coded = encode_changes(old, new, runs, [size])
+    apply_changes(coded.payload, runs, [size], old, packed_places(runs, [size]))
+    assert old.equal(new)
+
+
+def test_what_lies_beside_the_runs_is_not_compared() -> None:
+    run = Run(0, 3, 10)
+    old = torch.zeros(256, dtype=torch.uint8)
+    new = torch.full_like(old, 7)
+    new[6:26] = 0
+    assert encode_changes(old, new, [run], [2]).num_changes == 0
+
+
+@pytest.mark.parametrize(
+    ("density", "bits"), [(0.0052, 12.2), (0.0147, 10.2), (0.0367, 8.7), (0.0959, 7.1)]
+)
+def test_a_change_takes_so_many_bits(density: float, bits: float) -> None:
+    """As training makes them: 87 % of the steps by one unit, the others geometric; see
+    docs/deltas.md. The bits that a share of changes needs at least are 10 to 30 % fewer."""
+    torch.manual_seed(1)
+    many = 2**20
+    old = torch.randint(-(2**15), 2**15, (many,)).to(torch.int16)
+    steps = torch.where(torch.rand(many) < 0.87, 1, 1 + torch.empty(many).geometric_(0.5))
+    steps *= torch.randint(0, 2, (many,)) * 2 - 1
+    new = old + torch.where(torch.rand(many) < density, steps, 0).to(torch.int16)
+    coded = encode_changes(old.view(torch.uint8), new.view(torch.uint8), [Run(0, 0, many)], [2])
+    assert 8 * len(coded.payload) / coded.num_changes < bits
+
+
+def test_a_payload_is_never_much_longer_than_all_elements() -> None:
+    pair = pair_of([Run(i, 0, 40_000) for i in range(3)], [2, 4, 1], 1.0, 3, longest=2**40)
+    coded = encode_changes(pair.old, pair.new, pair.runs, pair.sizes)
+    assert len(coded.payload) <= len(pair.old) * 1025 / 1024 + 512 * len(pair.runs)
+
+
+def test_decoded_elements_are_those_that_differ() -> None:
+    pair = pair_of([Run(0, 5, 20_000), Run(1, 0, 8, 16, 40)], [2, 4], 0.01, seed=9)
+    payload = encode_changes(pair.old, pair.new, pair.runs, pair.sizes).payload
+    decoded = decode_changes(payload, pair.runs, pair.sizes)
+    for run, size, place, own in zip(pair.runs, pair.sizes, pair.places, decoded, strict=True):
+        one, other = (elements(each, place, run, size) for each in (pair.old, pair.new))
+        assert own.positions.equal((one != other).nonzero().view(-1))
+        assert own.new_values(one[own.positions]).equal(other[own.positions])
+        assert own.old_sum == run_sum(run, own.positions, one[own.positions], size)
+
+
+def _malformed(change: Sequence[tuple[int, int]], match: str) -> None:
+    """Refuse a payload in whose header of the only block bytes were changed."""
+    pair = pair_of([Run(0, 0, 100)], [2], 0.3, seed=2)
+    payload = encode_changes(pair.old, pair.new, pair.runs, pair.sizes).payload
+    for at, value in change:
+        payload[8 + at] = value
+    with pytest.raises(DigestMismatchError, match=match):
+        decode_changes(payload, pair.runs, pair.sizes)
+
+
+def test_what_is_malformed_is_named() -> None:
+    _malformed([(0, 101)], "a block's numbers do not fit it")
+    _malformed([(4, 90)], "a block's numbers do not fit it")
+    _malformed([(0, 0xFF), (1, 0xFF)], "a block's numbers do not fit it")
+    _malformed([(6, 200)], "it has another length")
+    _malformed([(0, 1)], "a block has another length")
+    with pytest.raises(DigestMismatchError, match="it is too short"):
+        decode_changes(torch.zeros(0, dtype=torch.uint8), [Run(0, 0, 1)], [2])
