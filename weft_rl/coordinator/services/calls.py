@@ -27,8 +27,10 @@ from weft_rl.coordinator.decisions.state.values import (
     HeldVersionRecord,
     VersionRecord,
     VersionState,
+    split_base_content,
 )
 from weft_rl.coordinator.decisions.step import CALLS, CallRow, already_committed, not_its_owner
+from weft_rl.coordinator.decisions.transfers import preflight
 from weft_rl.coordinator.messages.wire import (
     begin_to_proto,
     transfer_from_record,
@@ -312,6 +314,7 @@ class PublishServicer(
             raise PeerUnavailableError("the base was just bound anew", reason="POOL_EMPTY")
         exceptions = dtype_exceptions(described, capabilities.base_dtype)
         reference = described.reference
+        layout_digest, content_digest = split_base_content(state.served_base_content)
         return publish_pb2.DescribeTargetResponse(
             base_fingerprint=state.fingerprint,
             architecture=state.architecture,
@@ -328,6 +331,9 @@ class PublishServicer(
             draft_tensors=map(reference_tensor_to_proto, reference.draft),
             draft_prefixes=reference.draft_prefixes,
             reference_name=described.name,
+            base_layout_digest=layout_digest,
+            base_content_digest=content_digest,
+            delta_refusal=preflight.why_no_delta(state, replicas),
         )
 
     def _described(self, replicas: Sequence[Replica]) -> DescribedReference | None:

@@ -151,8 +151,13 @@ class Push(Purpose):
         preflight.check_names(change.state, transfer.policy)  # some came while it waited
         preflight.check_takes_bases(change.state, transfer.policy)
         passed_over = {replica.replica_id for replica in unheard}
+        if transfer.delta_from:
+            passed_over |= preflight.passed_over_by_delta(change.state, transfer, replicas)
         free = [r for r in queue.free(replicas) if r.replica_id not in passed_over]
         if len(free) < self.min_replicas:
+            if transfer.delta_from:
+                why = f"{len(free)} replicas can take a delta now, the push needs"
+                raise preflight.delta_refused(f"{why} {self.min_replicas}")
             return _FOR_JOINING
         full = preflight.lacking_room(change.state, transfer, free)
         if full and (self.require_all or len(free) - len(full) < self.min_replicas):
@@ -237,8 +242,7 @@ class Push(Purpose):
             EventKind.TRANSFER_BEGUN,
             transfer,
             f" by trainer {transfer.trainer_id} to "
-            f"{len(transfer.targets)} replicas, epoch {group.epoch}, "
-            f"{transfer.layout.total_bytes} bytes",
+            f"{len(transfer.targets)} replicas, epoch {group.epoch}, {_sent(transfer)}",
         )
         if kept is None:
             change.emit(OpenGroup(group))
@@ -365,7 +369,7 @@ class Push(Purpose):
             else EventKind.TRANSFER_ABORTED,
             transfer,
             f" served by {served}, epoch {transfer.epoch}, "
-            f"{transfer.layout.total_bytes} bytes, {seconds:.3f} seconds"
+            f"{_sent(transfer)}, {seconds:.3f} seconds"
             + (f"; {ended.failure.message}" if ended.failure else ""),
         )
 
@@ -379,6 +383,11 @@ def begin_answer(transfer: Transfer, group: Group | None) -> BeginAnswer:
         transfer.targets,
         group,
     )
+
+
+def _sent(transfer: Transfer) -> str:
+    """Format what each replica receives, for messages."""
+    return f"{'a delta of ' if transfer.delta_from else ''}{transfer.sent_bytes} bytes"
 
 
 def _unheard(state: PoolState, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
@@ -554,6 +563,8 @@ def _check_request(state: PoolState, event: events.BeginTransfer, policy: Policy
         )
     if event.carries_runs and event.send_plan is not None:
         raise InvalidRequestError("a push has a send plan, or carries_runs, or neither; not both")
+    if event.send_plan is not None and event.send_plan.delta_from and event.adapter is not None:
+        raise InvalidRequestError("deltas are of pushes of the base; this is an adapter")
     if event.layout.manifest is not None:
         if event.carries_runs or event.send_plan is not None:
             check_gapless(event.layout.manifest)
@@ -609,6 +620,8 @@ def _new_transfer(
         trainer_id=lease.trainer_id,
         layout=layout,
         send_plan=plan,
+        delta_from=plan.delta_from if plan else b"",
+        delta_bytes=sum(wire.payload_bytes for wire in plan.buckets) if plan else 0,
         adapter=event.adapter,
         backend=event.backend,
         backend_reason=event.backend_reason,

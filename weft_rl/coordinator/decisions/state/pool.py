@@ -487,6 +487,11 @@ class PoolState:
             if self.is_over_another_base(version := PolicyVersion(policy.name, number))
         )
 
+    @property
+    def served_base_content(self) -> bytes:
+        """Content (``base_content``) of the served base; empty for base@0 and where unknown."""
+        return self.base_contents.get(self.vector.base, b"")
+
     def with_base_content(
         self, version: int, layout_digest: bytes, digest: ContentDigest
     ) -> PoolState:

@@ -387,6 +387,10 @@ class Transfer(CallAnswer):
     layout: VersionLayout = NO_LAYOUT
     send_plan: SendPlan | None = field(default=None, repr=False)
     """Division of the buckets among several senders. Not kept once the transfer has ended."""
+    delta_from: bytes = b""
+    """Content digest of the base that it changes; empty where all elements are sent."""
+    delta_bytes: int = 0
+    """Payload bytes of these changes."""
     adapter: AdapterSpec | None = None
     backend: str = ""
     backend_reason: str = ""
@@ -451,6 +455,11 @@ class Transfer(CallAnswer):
         if self.targets and self.source and self.uncommitted:
             return (*self.targets, self.source)
         return self.targets
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that each replica receives."""
+        return self.delta_bytes if self.delta_from else self.layout.total_bytes
 
     @property
     def num_senders(self) -> int:

@@ -36,6 +36,9 @@ from weft_rl.coordinator.decisions.transfers.withdrawals import is_dirty
 JUDGE_AFTER_SECONDS = 0.5
 # A replica does not let this coordinator in: a push that is begun again would find the same.
 _REFUSED = frozenset({"UNAUTHENTICATED", "ROLE_MISSING"})
+# Failures of a receiver with a delta that a push of the whole version need not have: its own copy
+# of the base is gone, is not what it was, or leaves no room.
+_HEALED_BY_DENSE = frozenset({"DELTA_REFUSED", "DIGEST_MISMATCH", "STAGING_FULL", "NOT_RETAINED"})
 
 
 def join_answered(change: Change, event: events.JoinAnswered) -> None:
@@ -185,6 +188,9 @@ def _lose_ranks(
 ) -> None:
     """Continue without the replicas of ranks that failed by themselves, or end the transfer, which
     needs each of its senders."""
+    if refused := _refused_delta(transfer, group, failures):
+        abort.abort(change, transfer, refused)
+        return
     lost = {group.member_name(rank): why for rank, why in failures.items()}
     ends = [
         why
@@ -196,6 +202,20 @@ def _lose_ranks(
         abort.abort(change, transfer, ends[0])
     else:
         regrouping.lose_replicas(change, transfer, lost)
+
+
+def _refused_delta(
+    transfer: Transfer, group: Group, failures: Mapping[int, Failure]
+) -> Failure | None:
+    """Return why a delta ends, so that its trainer pushes the whole version, where receivers could
+    not apply it; nobody is lost for that."""
+    if not transfer.delta_from or any(rank in group.senders for rank in failures):
+        return None
+    for why in failures.values():
+        if why.reason in _HEALED_BY_DENSE:
+            message = f"{why.message} [{why.reason}]: push the same weights whole"
+            return Failure("DELTA_REFUSED", message, {**why.metadata, "cause": why.reason})
+    return None
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from weft_rl.containers import replace
 from weft_rl.contract.adapter import check_adapter
@@ -18,13 +18,14 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.group import MAX_GROUP_SIZE
 from weft_rl.contract.manifest import Manifest
-from weft_rl.contract.names import BASE_POLICY, name_in_the_way
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, name_in_the_way
 from weft_rl.contract.tensors import Reference, check_base
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CheckFit
 from weft_rl.coordinator.decisions.state.pool import FitKey, PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica_state import is_joining
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 
@@ -243,6 +244,52 @@ def check_group(
                 raise _checked_too_late(replica)
             if carries_runs:
                 raise _in_no_order(replica)
+
+
+def why_no_delta(state: PoolState, replicas: Collection[Replica]) -> str:
+    """Explain why replicas cannot take a delta of the served base; empty if they can.
+
+    A replica that has still to catch up stands in nobody's way: a delta passes it over.
+    """
+    if not state.vector.base:
+        return "the pool serves base@0, which was not pushed"
+    if not state.served_base_content:
+        return f"the content of base@{state.vector.base} is not known"
+    refusals = [(replica, _why_no_delta_at(state, replica)) for replica in replicas]
+    for replica, why in refusals:
+        if why and not is_joining(state, replica):
+            return why
+    return refusals[0][1] if all(why for _, why in refusals) else ""
+
+
+def passed_over_by_delta(
+    state: PoolState, transfer: Transfer, replicas: Collection[Replica]
+) -> set[str]:
+    """Return the replicas, all of which have still to catch up, that cannot take a delta.
+
+    Raises:
+        NotReadyError: ``DELTA_REFUSED``: the delta is from another base than the pool serves, or
+            a replica that is up to date cannot take it, or none can.
+    """
+    why = why_no_delta(state, replicas)
+    if not why and transfer.layout.digest + transfer.delta_from != state.served_base_content:
+        why = f"the pool serves base@{state.vector.base} of another content than the delta is from"
+    if why:
+        raise delta_refused(why)
+    return {replica.replica_id for replica in replicas if _why_no_delta_at(state, replica)}
+
+
+def delta_refused(why: str) -> NotReadyError:
+    """Return the refusal of a delta that replicas could take as a push of the whole version."""
+    return NotReadyError(f"{why}: push the same weights whole", reason="DELTA_REFUSED")
+
+
+def _why_no_delta_at(state: PoolState, replica: Replica) -> str:
+    if holds(replica, served := PolicyVersion(BASE_POLICY, state.vector.base)):
+        return ""
+    if replica.loads_in_place(PolicyKind.BASE):
+        return f"{replica.replica_id} loads bases in place, and cannot read {served} back"
+    return f"{replica.replica_id} holds no copy of {served}"
 
 
 def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | None:
