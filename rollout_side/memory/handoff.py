@@ -128,9 +128,15 @@ class HandoffQueue:
         return len(self._loaders)
 
     @property
+    def tensor_digests(self) -> list[int]:
+        """Digests of the version's tensors, in the manifest's order, once the loader was given all
+        buckets."""
+        return in_manifest_order(self.manifest, self.digests)
+
+    @property
     def content_digest(self) -> bytes:
         """Content digest of the version, once the loader was given all buckets."""
-        return content_digest(in_manifest_order(self.manifest, self.digests))
+        return content_digest(self.tensor_digests)
 
     @property
     def is_begun(self) -> bool:
@@ -706,8 +712,12 @@ class RankHandoff:
         return self._receive(Layout).manifest
 
     @property
+    def tensor_digests(self) -> list[int]:
+        return in_manifest_order(self.manifest, self._digests)
+
+    @property
     def content_digest(self) -> bytes:
-        return content_digest(in_manifest_order(self.manifest, self._digests))
+        return content_digest(self.tensor_digests)
 
     @property
     def is_begun(self) -> bool:

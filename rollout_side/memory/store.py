@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
 from rollout_side.memory.segment import Memory, Segment, SegmentPool
+from rollout_side.memory.served_delta import ServedSlot, StagedDelta
 from rollout_side.memory.versions import (
     AdapterEntry,
     PartialTransfer,
     PartialTransfers,
     RetainedBases,
     SendableVersion,
-    ServedSlot,
+    ServedBase,
     StagedHandle,
     StagedVersion,
     is_adapter,
@@ -193,7 +194,7 @@ class WorkerStore:
     handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)
     """Slot of the base that is loaded in place; filled by ``put_handoff``."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _staged: dict[str, StagedVersion] = field(default_factory=dict)
+    _staged: dict[str, StagedVersion | StagedDelta] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
     _partial: PartialTransfers = field(default_factory=PartialTransfers)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
@@ -261,7 +262,7 @@ class WorkerStore:
             self._reservations.end(transfer_id)
             self._segments.put(segment)
 
-    def put_staged(self, staged: StagedVersion) -> None:
+    def put_staged(self, staged: StagedVersion | StagedDelta) -> None:
         """Turn a reservation into a staged version.
 
         Raises:
@@ -271,11 +272,16 @@ class WorkerStore:
         with self._lock:
             self._reservations.end(staged.transfer_id)
             if staged.transfer_id in self._discarded:
-                self._segments.put(staged.segment)
+                self._free(staged)
                 raise TransferAbortedError(f"transfer {staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
             if is_adapter(staged.version):
-                self._last_adapter_bytes = staged.segment.num_bytes
+                self._last_adapter_bytes = staged.num_bytes
+
+    def _free(self, staged: StagedVersion | StagedDelta | None) -> None:
+        """Let the memory of a staged version be used again."""
+        if isinstance(staged, StagedVersion):
+            self._segments.put(staged.segment)
 
     def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
         """Drop a partial clone if its room is needed. Waits for a clone that has not noticed yet
@@ -329,7 +335,7 @@ class WorkerStore:
             staged = self._staged.pop(transfer_id, None) if partial is None else None
             if staged is not None and staged.received is not None:
                 is_clone = is_replica_sender(trainer_id)
-                self._reservations.add(transfer_id, staged.segment.num_bytes, clone=is_clone)
+                self._reservations.add(transfer_id, staged.num_bytes, clone=is_clone)
                 return staged.received
         if partial is None:
             return None
@@ -337,7 +343,7 @@ class WorkerStore:
 
     def _num_waiting_bytes(self) -> int:
         """Return the bytes of versions that are being staged, or wait for their commit."""
-        staged = (version.segment.num_bytes for version in self._staged.values())
+        staged = (version.num_bytes for version in self._staged.values())
         return sum(staged, start=self._reservations.num_bytes)
 
     def put_handoff(self, handoff: HandoffQueue) -> None:
@@ -361,7 +367,11 @@ class WorkerStore:
         with self._lock:
             base = self._staged.pop(transfer_id, None)
             base = base or self._bases.of_transfer(transfer_id)
-            if base is not None:
+            if isinstance(base, StagedDelta):  # the slot keeps what takes it back
+                self.served.bound(self.staging_capacity_bytes - self._num_waiting_bytes())
+            elif base is not None:
+                if base.received is not None:
+                    base.received.forget(0)  # changes that it came as; it is not received again
                 self._segments.put(*self._bases.keep(base))
 
     def pin_bases(self, versions: Iterable[int]) -> None:
@@ -371,12 +381,13 @@ class WorkerStore:
             self._segments.put(*self._bases.pin(versions))
 
     def retained_bases(self) -> tuple[int, ...]:
-        """Return the base versions that can be sent from here: the served one, then last used
-        first."""
+        """Return the base versions that are held here: the served one, those that it can go back to
+        by old elements, then copies, last used first."""
         with self._lock:
             base = self.served.base
-            served = (base.version.version,) if base is not None else ()
-            return (*served, *(v for v in self._bases.versions if v not in served))
+            own = [base.version.version] if base is not None else []
+            own += [former.version.version for former in self.served.former]
+            return (*own, *(v for v in self._bases.versions if v not in own))
 
     def held(self, version: PolicyVersion) -> StagedVersion:
         """Return the held copy of a version: an adapter that can be served, or a retained base.
@@ -401,17 +412,64 @@ class WorkerStore:
             base = self.served.base
             return base if base is not None and base.version == version else self.held(version)
 
-    @contextmanager
-    def lend(self, version: PolicyVersion) -> Iterator[SendableVersion]:
-        """Lend what ``sendable`` returns. A copy's memory is not reused inside the ``with``, even
-        if the version is dropped meanwhile. If a served base is loaded anew meanwhile, its digest
-        shows it.
+    def retained(self, version: PolicyVersion) -> SendableVersion:
+        """Return what ``sendable`` returns, or a base that the served one can go back to, which
+        cannot be sent.
 
         Raises:
             NotFoundError: No copy is held.
         """
         with self._lock:
-            copy = self.sendable(version)
+            former = (base for base in self.served.former if base.version == version)
+            return next(former, None) or self.sendable(version)
+
+    def base_of_content(self, layout_digest: bytes, content_digest: bytes) -> SendableVersion:
+        """Return a held copy of the base that has this content, or the base that is served.
+
+        Raises:
+            NotReadyError: ``DELTA_REFUSED``: none of this content is held.
+        """
+        wanted = (layout_digest, content_digest)
+        with self._lock:
+            held: list[SendableVersion] = [*self._bases]
+            if self.served.base is not None:
+                held.append(self.served.base)
+        for base in held:
+            if (base.manifest.layout_digest, base.content_digest) == wanted:
+                return base
+        found = ", ".join(f"{base.version} ({base.content_digest.hex()})" for base in held)
+        raise NotReadyError(
+            f"the delta changes a base of content {content_digest.hex()}, and none is held here "
+            f"that has it in this layout; held: {found or 'none'}. Push the version whole",
+            reason="DELTA_REFUSED",
+        )
+
+    def served_of_content(self, layout_digest: bytes, content_digest: bytes) -> ServedBase:
+        """Return the served base if it has this content and takes deltas where it lies.
+
+        Raises:
+            NotReadyError: ``DELTA_REFUSED``: it has not, or does not.
+        """
+        base = self.base_of_content(layout_digest, content_digest)
+        if base is self.served.base and base.takes_deltas:
+            return base
+        raise NotReadyError(
+            f"{base.version} does not lie in the engine as plain copies of its tensors, or lies in "
+            "parts at several ranks: a delta cannot be applied there. Push the version whole",
+            reason="DELTA_REFUSED",
+        )
+
+    @contextmanager
+    def lend(self, find: Callable[[], SendableVersion]) -> Iterator[SendableVersion]:
+        """Lend a held copy, or the served base. A copy's memory is not reused inside the ``with``,
+        even if the version is dropped meanwhile. If a served base is loaded anew meanwhile, its
+        digest shows it.
+
+        Args:
+            find: Finds it: ``sendable``, or ``base_of_content``. Its errors are raised.
+        """
+        with self._lock:
+            copy = find()
             lent = copy.segment if isinstance(copy, StagedVersion) else copy
             self._segments.lend(lent)
         try:
@@ -446,7 +504,9 @@ class WorkerStore:
         Raises:
             NotReadyError: Nothing is staged for the transfer.
         """
-        return self._find(transfer_id).handle()
+        found = self._find(transfer_id)
+        assert isinstance(found, StagedVersion), "a delta is of the only rank"
+        return found.handle()
 
     def adopt(self, handle: StagedHandle) -> None:
         """Map a version that another worker of this machine has staged."""
@@ -456,7 +516,7 @@ class WorkerStore:
                 self._discarded.remove(handle.transfer_id)
         self.put_staged(handle.attach())
 
-    def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
+    def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion | StagedDelta:
         """Return the staged version of a transfer, which stays staged, or a retained base.
 
         Raises:
@@ -471,7 +531,7 @@ class WorkerStore:
         """Move a staged adapter into the store that the engine loads from."""
         with self._lock:
             staged = self._staged.pop(transfer_id, None)
-            if staged is None:
+            if not isinstance(staged, StagedVersion):
                 raise NotReadyError(f"nothing is staged for transfer {transfer_id}; push again")
             entry = self._adapters[staged.version] = AdapterEntry(config_json, staged)
             return entry
@@ -495,8 +555,7 @@ class WorkerStore:
                 self._discarded.append(transfer_id)
             if self._partial.pop(transfer_id) is not None:
                 self._reservations.end(transfer_id)  # memory that is not reused
-            staged = self._staged.pop(transfer_id, None)
-            self._segments.put(staged.segment if staged else None)
+            self._free(self._staged.pop(transfer_id, None))
             self.handoff.discard(transfer_id)
 
     def usage(self) -> MemoryUsage:
@@ -505,14 +564,16 @@ class WorkerStore:
             transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
             return MemoryUsage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
-                staging_bytes=self._num_waiting_bytes() + self._bases.num_bytes,
+                staging_bytes=self._num_waiting_bytes()
+                + self._bases.num_bytes
+                + self.served.undo_bytes,
                 pinned_base_bytes=self._bases.num_pinned_bytes,
                 free_bytes=self._segments.num_bytes,
                 staged_transfer_ids=tuple(sorted(transfer_ids)),
                 retained_bases=self.retained_bases(),
             )
 
-    def _find(self, transfer_id: str) -> StagedVersion:
+    def _find(self, transfer_id: str) -> StagedVersion | StagedDelta:
         with self._lock:
             found = self._staged.get(transfer_id) or self._bases.of_transfer(transfer_id)
         if found is None:

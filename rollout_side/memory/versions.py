@@ -6,7 +6,6 @@ Nothing here knows vLLM.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from rollout_side.memory.segment import SLICE_BYTES, Memory, Segment, SegmentRef
+from rollout_side.memory.segment import SLICE_BYTES, DeviceSegment, Memory, Segment, SegmentRef
 from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.manifest import Manifest, Run, TensorSlot
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
@@ -28,7 +27,38 @@ class BucketContents(NamedTuple):
     runs: Sequence[Run]
     """Runs that it listed; empty if it lists none, and carries the tensors of its layout."""
     digests: list[int]
-    """Digests of these runs or tensors, in order."""
+    """Digests of these runs or tensors, in order; empty for changes, whose result is digested."""
+    changes: torch.Tensor | None = None
+    """Coded changes of these runs, uint8, of this process; None where all elements came."""
+
+
+class ElementPlace(NamedTuple):
+    """Place of some elements of a tensor in the served weights, one behind the other."""
+
+    begin: int
+    """First element of the tensor that lies there."""
+    end: int
+    """Element of the tensor behind the last that lies there."""
+    bits: torch.Tensor
+    """1-D view of the weights there, as integers of the element's size."""
+
+    def read(self, elements: torch.Tensor) -> tuple[slice, torch.Tensor]:
+        """Return which of some elements lie here, and their bits.
+
+        Args:
+            elements: Indices in the tensor, ascending; int64, on the device of the weights.
+        """
+        here = self._here(elements)
+        return here, self.bits[elements[here] - self.begin]
+
+    def write(self, elements: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite those of some elements that lie here; see ``read``."""
+        here = self._here(elements)
+        self.bits[elements[here] - self.begin] = values[here]
+
+    def _here(self, elements: torch.Tensor) -> slice:
+        bounds = torch.tensor([self.begin, self.end], device=elements.device)
+        return slice(*torch.searchsorted(elements, bounds).tolist())
 
 
 @dataclass(frozen=True)
@@ -40,8 +70,19 @@ class ServedBase:
     version: PolicyVersion
     manifest: Manifest
     content_digest: bytes
-    payload: Callable[[int, torch.Tensor], torch.Tensor]
+    payload: Callable[[int, torch.Tensor], torch.Tensor] = field(repr=False, compare=False)
     """Function that copies a bucket, like ``StagedVersion.payload``."""
+    tensor_digests: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Digests of its tensors, in the manifest's order; empty where it takes no deltas."""
+    places: Callable[[int], Sequence[ElementPlace]] = field(
+        default=lambda tensor: (), repr=False, compare=False
+    )
+    """Function that returns the places of a tensor's elements: each element has one or more."""
+
+    @property
+    def takes_deltas(self) -> bool:
+        """True if elements can be read and written where they lie."""
+        return bool(self.tensor_digests)
 
 
 @dataclass(frozen=True)
@@ -63,6 +104,11 @@ class StagedVersion:
     """At most one tensor: the copy of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
     """At most one tensor: the copy that ``own_bytes`` returns next."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.segment.num_bytes
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """Copy one bucket's payload; only reads what is served.
@@ -160,6 +206,12 @@ class PartialTransfer:
     """True if the buckets list their runs; else they are those of the manifest."""
     settled: bool = False
     """True once no abandoned operation can write to the segment."""
+
+    @classmethod
+    def of_changes(cls, transfer_id: str, trainer_id: str, manifest: Manifest) -> PartialTransfer:
+        """Return a transfer of which nothing has come, and which keeps nothing but changes."""
+        nowhere = DeviceSegment(torch.empty(0, dtype=torch.uint8), owned=False)
+        return cls(transfer_id, trainer_id, manifest, nowhere, [], lists_runs=True, settled=True)
 
     @property
     def num_verified(self) -> int:
@@ -307,6 +359,10 @@ class RetainedBases:
         # Versions whose copies stay beside the newest.
         self._pinned: frozenset[int] = frozenset()
 
+    def __iter__(self) -> Iterator[StagedVersion]:
+        """Iterate over the copies, last used first."""
+        return iter(self._copies)
+
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions of the copies, last used first."""
@@ -398,43 +454,3 @@ class RetainedBases:
 
 def _is_on_host(copy: StagedVersion) -> bool:
     return copy.segment.data.device.type == "cpu"
-
-
-class ServedSlot:
-    """Slot of the base that the engine's own weights hold, if they can be read: not before they
-    were loaded whole, nor while the engine sleeps."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-        self._asleep: ServedBase | None = None
-        #: None while there is none.
-        self.base: ServedBase | None = None
-
-    def set(self, base: ServedBase | None) -> ServedBase | None:
-        """Set the base that can be read from now on; None before the weights are loaded anew.
-        Returns the former one."""
-        with self._lock:
-            former, self.base = self.base, base
-            return former
-
-    def is_of(self, transfer_id: str, content_digest: bytes) -> bool:
-        """Return whether the weights are those that a transfer brought, whole."""
-        base = self.base
-        return base is not None and (base.transfer_id, base.content_digest) == (
-            transfer_id,
-            content_digest,
-        )
-
-    def fall_asleep(self) -> None:
-        """Forbid reads of the weights."""
-        with self._lock:
-            if self.base is not None:
-                self._asleep, self.base = self.base, None
-
-    def wake_up(self, *, discarded: bool) -> None:
-        """Allow reads of the weights again, as they were, unless they were discarded. A base that
-        was loaded since stays."""
-        with self._lock:
-            former, self._asleep = self._asleep, None
-            if self.base is None and not discarded:
-                self.base = former

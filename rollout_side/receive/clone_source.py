@@ -106,7 +106,7 @@ class _Clone:
     def _send(self, rank: SendingRank, deadline: float) -> None:
         order, began = self._order, time.monotonic()
         try:
-            with self._store.lend(order.version) as copy:
+            with self._store.lend(lambda: self._store.sendable(order.version)) as copy:
                 buckets = CopiedBuckets(copy, order.nonce, self._device, order.ticket.backend)
                 rank.send(SenderProgress(order.transfer_id, buckets, deadline))
         except Exception as error:

@@ -44,6 +44,7 @@ from weft_rl.transport.wire.buckets import (
     BucketOptions,
     bucket_sums,
     start_bucket,
+    start_changes,
     start_runs,
 )
 from weft_rl.v1 import rendezvous_pb2 as pb
@@ -79,7 +80,7 @@ class ReceiveRing:
     @property
     def copies_lent(self) -> bool:
         """True if ``accept`` verifies a copy of lent memory, and not the lent memory itself."""
-        return not self._plan.lists_runs
+        return not self._plan.lists_runs or bool(self._plan.delta_from)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """Return whether a receive to ``wire(index)`` may be posted now; see ``Sink.make_room``."""
@@ -112,7 +113,9 @@ class ReceiveRing:
                 ended.
         """
         wire = self.wire(index)
-        if self._plan.lists_runs:
+        if self._plan.delta_from:
+            verified = self._start_changes(index, wire, nonce, arrived)
+        elif self._plan.lists_runs:
             verified = self._start_runs(index, wire, nonce, arrived)
         else:
             digests = start_bucket(wire, self._manifest, index, nonce, arrived)
@@ -122,6 +125,26 @@ class ReceiveRing:
 
         def end() -> None:
             self.sink.put(index, wire, verified())
+
+        return end
+
+    def _start_changes(
+        self, index: int, wire: torch.Tensor, nonce: int, arrived: ArrivedBucket
+    ) -> Callable[[], BucketContents]:
+        planned = self._plan.buckets[index]
+        changed = start_changes(
+            wire,
+            planned.payload_bytes,
+            self._manifest,
+            index,
+            nonce,
+            planned.bucket,
+            arrived,
+        )
+
+        def end() -> BucketContents:
+            runs, changes = changed()
+            return BucketContents(runs, [], changes)
 
         return end
 
@@ -508,7 +531,7 @@ class StagingTransfer:
         """
         partial = self._partial
         self._copy_to_segment()
-        digest = content_digest(partial.tensor_digests())
+        digest = content_digest(self._tensor_digests())
         self._store.put_staged(
             StagedVersion(
                 partial.transfer_id,
@@ -521,6 +544,11 @@ class StagingTransfer:
             )
         )
         return digest
+
+    def _tensor_digests(self) -> list[int]:
+        """Return the digests of the version's tensors, which lie in the segment, in manifest
+        order."""
+        return self._partial.tensor_digests()
 
     def keep(self) -> None:
         """Keep the verified buckets as the side group ends: the transfer may resume in another, or

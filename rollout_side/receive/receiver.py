@@ -12,12 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore, WorkingThreads
 from rollout_side.memory.versions import PartialTransfer, is_adapter
+from rollout_side.receive.delta_transfer import DeltaTransfer, ServedDeltaTransfer
 from rollout_side.receive.incoming_buckets import (
     IncomingTransfer,
     InPlaceTransfer,
@@ -281,7 +283,12 @@ class GroupReceiver:
             return report_while(plan, lambda: allocating(0, 0))
 
         transfer: IncomingTransfer
-        if self._store.memory.in_place and not is_adapter(version):
+        in_place = self._store.memory.in_place and not is_adapter(version)
+        if prepare.send_plan.delta_from:
+            transfer = self._prepare_delta(
+                membership, prepare.transfer_id, version, fetched, planned, allocating, in_place
+            )
+        elif in_place:
             if prepare.carries_runs:  # the coordinator refuses it at begin
                 raise UnsupportedError(
                     f"{version} lists runs, which cannot be loaded in place; push the whole model, "
@@ -314,17 +321,64 @@ class GroupReceiver:
         manifest = fetched() if partial is None else partial.manifest
         plan = planned(manifest)
         if partial is None:
-            segment = self._store.reserve(
-                transfer_id,
-                manifest.wire_bytes,
-                adapter=is_adapter(version),
-                clone=is_replica_sender(self._trainer_id),
-                on_progress=on_progress,
-            )
-            partial = PartialTransfer(
-                transfer_id, self._trainer_id, manifest, segment, [], plan.lists_runs
-            )
+            partial = self._reserved(transfer_id, version, manifest, plan, on_progress)
         return StagingTransfer(self._store, version, partial, plan)
+
+    def _reserved(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        manifest: Manifest,
+        plan: SendPlan,
+        on_progress: OnProgress,
+    ) -> PartialTransfer:
+        """Return a transfer of which nothing has come, in memory that is reserved for it."""
+        segment = self._store.reserve(
+            transfer_id,
+            manifest.wire_bytes,
+            adapter=is_adapter(version),
+            clone=is_replica_sender(self._trainer_id),
+            on_progress=on_progress,
+        )
+        return PartialTransfer(
+            transfer_id, self._trainer_id, manifest, segment, [], plan.lists_runs
+        )
+
+    def _prepare_delta(
+        self,
+        membership: Membership,
+        transfer_id: str,
+        version: PolicyVersion,
+        fetched: Callable[[], Manifest],
+        planned: Callable[[Manifest], SendPlan],
+        on_progress: OnProgress,
+        in_place: bool,
+    ) -> IncomingTransfer:
+        """Make ready to receive a delta of a base that is held here."""
+        store = self._store
+        found = store.take_partial(transfer_id, self._trainer_id, on_progress)
+        manifest = fetched() if found is None else found.manifest
+        plan = planned(manifest)
+        content = manifest.layout_digest, plan.delta_from
+        find = store.served_of_content if in_place else store.base_of_content
+        verifying = partial(membership.progress.report, pb.ACTIVITY_VERIFYING, transfer_id)
+        try:
+            with ExitStack() as stack:
+                # Before memory is reserved: other copies give way to a push, this one does not.
+                base = stack.enter_context(store.lend(lambda: find(*content)))
+                if in_place:
+                    own = found or PartialTransfer.of_changes(
+                        transfer_id, self._trainer_id, manifest
+                    )
+                    return ServedDeltaTransfer(
+                        store, version, own, plan, base, stack.pop_all(), verifying
+                    )
+                own = found or self._reserved(transfer_id, version, manifest, plan, on_progress)
+                return DeltaTransfer(store, version, own, plan, base, stack.pop_all(), verifying)
+        except BaseException:
+            if found is not None:
+                store.put_partial(found)
+            raise
 
     def _load_in_place(
         self,

@@ -28,8 +28,9 @@ from rollout_side.engine import (
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.segment import Memory
+from rollout_side.memory.served_delta import StagedDelta
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import ServedBase, tensor_in
+from rollout_side.memory.versions import ElementPlace, ServedBase, tensor_in
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
@@ -286,8 +287,14 @@ class EngineDouble:
         if self.store.served.is_of(transfer_id, content_digest):
             self.dirty_reason = ""
             return SwitchTimes(pause_seconds=0.001)
+        if self.store.served.go_back(transfer_id, content_digest):
+            return SwitchTimes(pause_seconds=0.001)
         staged = self.store.staged(transfer_id, content_digest)
         self._maybe_fail()
+        if isinstance(staged, StagedDelta):
+            self.store.served.apply(staged)
+            self.store.keep_base(transfer_id)
+            return SwitchTimes(pause_seconds=0.001)
         if self._keep_base:
             self.base = {name: tensor.clone() for name, tensor in staged.tensors()}
         self.dirty_reason = ""
@@ -339,9 +346,23 @@ class EngineDouble:
         if self._is_readable:
             handoff = load.handoff
             manifest, of = handoff.manifest, (handoff.transfer_id, handoff.version)
-            served = ServedBase(*of, manifest, content_digest, partial(self._read, manifest))
+            served = ServedBase(
+                *of,
+                manifest,
+                content_digest,
+                partial(self._read, manifest),
+                tuple(handoff.tensor_digests),
+                partial(self._places, manifest),
+            )
             self.store.served.set(served)
         return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
+
+    def _places(self, manifest: Manifest, tensor: int) -> list[ElementPlace]:
+        """Where a tensor's elements lie: in two pieces, as a fused layer has them."""
+        bits = self.base[manifest.tensors[tensor].meta.name].view(-1).view(torch.int32)
+        middle = len(bits) // 2
+        halves = (0, middle), (middle, len(bits))
+        return [ElementPlace(begin, end, bits[begin:end]) for begin, end in halves if begin < end]
 
     def _read(self, manifest: Manifest, index: int, out: torch.Tensor) -> torch.Tensor:
         payload = out[: manifest.buckets[index].payload_bytes].zero_()
@@ -356,7 +377,7 @@ class EngineDouble:
             self.base = {name: tensor.clone() for name, tensor in self._files.items()}
             self.dirty_reason = ""
             return SwitchTimes()
-        held = self.store.sendable(version)
+        held = self.store.retained(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 
     async def set_alias(self, version: PolicyVersion) -> None:

@@ -7,7 +7,8 @@ With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a work
 ``--ranks`` a second process is a further rank;
 with ``--sleeps`` it can be put to sleep, on the GPU that trainers of the matrix use;
 with ``--in-place`` it loads bases as they come, and others can clone what it serves; with
-``--traces`` it exports spans.
+``--traces`` it exports spans; with ``--bfloat16`` its base is of that type; with ``--listen HOST``
+it is reached there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from tests.doubles.agent import serve, wait_registered
@@ -26,6 +29,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.ranks import TwoRankDouble
 from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
+from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security
@@ -58,13 +62,20 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     tracer = NO_TRACER
     if "--traces" in sys.argv:
         settings["tracer"] = tracer = open_tracer("weft-replica", replica_id)
+    dtype = torch.float32
+    if "--bfloat16" in sys.argv:
+        dtype, settings["base_dtype"] = torch.bfloat16, DataType.BFLOAT16
     engine = make(
-        base_weights(num_tensors, elements),
+        base_weights(num_tensors, elements, dtype),
         keep_base="--keep" in sys.argv,
         base_copies=1,
         **settings,
     )
-    agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
+    listen = "127.0.0.1:0"
+    if "--listen" in sys.argv:
+        listen = f"{sys.argv[sys.argv.index('--listen') + 1]}:0"
+    config = AgentConfig(coordinator=coordinator, replica_id=replica_id, listen=listen)
+    agent = Agent(config, engine)
     server = await serve(agent, _security(), tracer)
     running = asyncio.create_task(agent.run())
     await wait_registered(agent, running)
@@ -84,7 +95,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
 def _security() -> Security | None:
     """With ``--access FILE`` it asks callers who they are; what it shows is in the environment."""
     if "--access" not in sys.argv:
-        return None
+        return Security(insecure=True) if "--listen" in sys.argv else None
     file = AccessFile(Path(sys.argv[sys.argv.index("--access") + 1]))
     return Security(credentials=Credentials.from_environment(), access=file)
 

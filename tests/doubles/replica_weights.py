@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 
-def base_weights(num_tensors: int, elements: int) -> dict[str, torch.Tensor]:
+def base_weights(
+    num_tensors: int, elements: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """The double's base; expanded, so that it costs no memory."""
+    zero = torch.zeros(1, dtype=dtype)
     return {
-        f"layers.{i // 8}.t{i % 8}.weight": torch.zeros(1).expand(elements)
-        for i in range(num_tensors)
-    } | {"layers.0.q_proj.weight": torch.zeros(1).expand(64, 64)}
+        f"layers.{i // 8}.t{i % 8}.weight": zero.expand(elements) for i in range(num_tensors)
+    } | {"layers.0.q_proj.weight": zero.expand(64, 64)}
 
 
 NUM_TENSORS, ELEMENTS = 24, 2**18  # 1 MiB each, one a bucket

@@ -434,14 +434,14 @@ def pack_runs(runs: Sequence[Run]) -> bytes:
 
 
 def unpack_runs(
-    table: bytes | memoryview, manifest: Manifest, payload_bytes: int, bucket: int
+    table: bytes | memoryview, manifest: Manifest, payload_bytes: int | None, bucket: int
 ) -> list[Run]:
     """Unpack the runs of a bucket that has arrived, if they can be its.
 
     Args:
         table: Bytes that follow the trailer; may be longer than the list.
         manifest: The layout that they belong in.
-        payload_bytes: Bytes that they must occupy.
+        payload_bytes: Bytes that they must occupy; None where only their changes came.
         bucket: Index in the transfer, for error messages.
 
     Raises:
@@ -466,7 +466,7 @@ def unpack_runs(
             raise DigestMismatchError(
                 f"bucket {bucket} lists {run}, which is not of its layout: {why}"
             )
-    if given != payload_bytes:
+    if payload_bytes is not None and given != payload_bytes:
         raise DigestMismatchError(
             f"bucket {bucket} lists runs of {given} bytes; its payload has {payload_bytes}"
         )

@@ -28,7 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout_side.memory.versions import bucket_starts, tensors_in
+from rollout_side.memory.versions import ElementPlace, bucket_starts, tensors_in
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.processed_modules import (
     LoadingForm,
@@ -470,6 +470,29 @@ class CopyPlan:
                 at = bisect_right(begins, piece.offset * piece.target.element_size()) - 1
                 found[tensors[at]].append(piece)
         return found
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """True if ``places`` can be called: elements that follow one another in a tensor do so in
+        the parameters, and nothing is derived from them."""
+        return self.is_readable and all(
+            piece.is_row_major and piece.target.is_contiguous()
+            for part in self._pieces
+            for piece in part
+        )
+
+    def places(self, tensor: int) -> list[ElementPlace]:
+        """Return the places of a tensor's elements in the parameters; see ``ServedBase``."""
+        slot = self._manifest.tensors[tensor]
+        first = slot.offset_bytes // slot.meta.dtype.itemsize_bytes
+        return [
+            ElementPlace(
+                piece.offset - first,
+                piece.offset - first + piece.target.numel(),
+                bits(piece.target.detach()).view(-1),
+            )
+            for piece in self._of_tensor[tensor]
+        ]
 
     def _digest(self, values: torch.Tensor) -> int:
         flat = values.to(self.device).reshape(-1).contiguous()

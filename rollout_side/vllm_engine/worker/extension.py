@@ -21,6 +21,7 @@ from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReader, TensorDigests
 from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankHandoff
 from rollout_side.memory.messages import unpacked
+from rollout_side.memory.served_delta import StagedDelta
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
@@ -172,10 +173,13 @@ class WeftWorker:
             reload_files(self, state.report_progress, state.drafted)
             return {"load_seconds": time.perf_counter() - begin, "has_draft": True}
         served = state.store.served
-        if served.base is not None and served.is_of(transfer_id, content_digest):
-            return {"load_seconds": 0.0, "has_draft": state.brings_draft(served.base.manifest)}
+        if served.is_of(transfer_id, content_digest) or served.go_back(transfer_id, content_digest):
+            return state.applied(begin)
         staged = state.store.staged(transfer_id, content_digest)
-        state.store.served.set(None)
+        if isinstance(staged, StagedDelta):
+            served.apply(staged)
+            return state.applied(begin)
+        served.set(None)
         # Forgotten until the load is done: one that fails leaves nothing to rely on.
         plans, state.copy_plans = state.copy_plans, ()
         state.copy_plans = apply_base(
@@ -259,7 +263,7 @@ class WeftWorker:
         state = state_of(self)
         if state.receiver is None:
             return {"transfer_id": "", "content_digest": b"", "manifest": b""}
-        held = state.store.sendable(PolicyVersion(policy, version))
+        held = state.store.retained(PolicyVersion(policy, version))
         return {
             "transfer_id": held.transfer_id,
             "content_digest": held.content_digest,

@@ -9,6 +9,7 @@ import pkgutil
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -348,6 +349,13 @@ class WorkerState:
         metas = [slot.meta for slot in manifest.tensors]
         return self.drafted is not None and self.drafted.reference.brings_draft(metas)
 
+    def applied(self, began: float) -> dict[str, Any]:
+        """Describe the switch to a base that was written where it is served: when it began, by
+        ``time.perf_counter()``, and whether the model that drafts tokens is of it, too."""
+        base = self.store.served.base
+        has_draft = base is not None and self.brings_draft(base.manifest)
+        return {"load_seconds": time.perf_counter() - began, "has_draft": has_draft}
+
     def check_takes_bases(self) -> None:
         """Refuse a base that would leave mixed weights."""
         if self.base_refusal:
@@ -416,6 +424,13 @@ def served_base(state: WorkerState, handoff: Handoff, content_digest: bytes) -> 
     plan = next(own, None)
     if plan is None or not plan.is_readable:
         return None
+    takes_deltas = state.store.num_ranks == 1 and plan.is_contiguous
     return ServedBase(
-        handoff.transfer_id, handoff.version, manifest, content_digest, plan.read_bucket
+        handoff.transfer_id,
+        handoff.version,
+        manifest,
+        content_digest,
+        plan.read_bucket,
+        tuple(handoff.tensor_digests) if takes_deltas else (),
+        plan.places,
     )

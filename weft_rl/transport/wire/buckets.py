@@ -288,6 +288,65 @@ def start_runs(
     return end
 
 
+class ChangedRuns(NamedTuple):
+    """Contents of a delta's bucket, once it has been checked."""
+
+    runs: Sequence[Run]
+    changes: torch.Tensor
+    """Coded changes of the runs, uint8; a copy of this process."""
+
+
+def start_changes(
+    wire: torch.Tensor,
+    payload_bytes: int,
+    manifest: Manifest,
+    index: int,
+    nonce: int,
+    bucket: int,
+    arrived: ArrivedBucket = IN_ITS_BUFFER,
+) -> Callable[[], ChangedRuns]:
+    """Begin to check a delta's bucket; return a function that ends it. See ``start_runs``, whose
+    arguments these are. A copy is checked, so that nobody can change it afterwards.
+
+    Raises:
+        DigestMismatchError: Other bytes arrived than were sent, or runs of another bucket.
+    """
+    tail = _start_tail(wire, payload_bytes, arrived)()
+    runs = unpack_runs(tail[TRAILER_BYTES:], manifest, None, index)
+    _check_bucket(runs, [manifest.tensors[run.tensor].bucket for run in runs], index, bucket)
+    content = wire if arrived.lent is None else arrived.lent
+    changes = content[:payload_bytes].clone()
+    digests = start_digests(changes, changes_parts(payload_bytes))
+
+    def end() -> ChangedRuns:
+        digest = xxhash.xxh3_64_intdigest(pack_runs(runs) + joined(digests.wait()))
+        check_trailer(
+            tail[:TRAILER_BYTES],
+            digest=digest,
+            nonce=nonce,
+            bucket=index,
+            payload_bytes=payload_bytes,
+        )
+        return ChangedRuns(runs, changes)
+
+    return end
+
+
+def changes_parts(payload_bytes: int) -> list[Part]:
+    """Return the parts that a delta's payload is digested by: one, as if it were a tensor."""
+    return [Part(0, payload_bytes)]
+
+
+def _check_bucket(runs: Sequence[Run], owns: Sequence[int], index: int, bucket: int | None) -> None:
+    """Refuse runs that lie in another bucket of the layout than the plan says."""
+    for run, own in zip(runs, owns, strict=True):
+        if bucket is not None and own != bucket:
+            raise DigestMismatchError(
+                f"bucket {index} lists {run}, which lies in bucket {own} of the layout; its "
+                f"plan says {bucket}"
+            )
+
+
 def _start_tail(
     wire: torch.Tensor, payload_bytes: int, arrived: ArrivedBucket
 ) -> Callable[[], bytes]:
@@ -332,12 +391,7 @@ def _listed(
     if known is None:
         runs = unpack_runs(table, manifest, payload_bytes, index)
         places = [_place(manifest, run) for run in runs]
-        for run, (own, _) in zip(runs, places, strict=True):
-            if bucket is not None and own != bucket:
-                raise DigestMismatchError(
-                    f"bucket {index} lists {run}, which lies in bucket {own} of the layout; its "
-                    f"plan says {bucket}"
-                )
+        _check_bucket(runs, [own for own, _ in places], index, bucket)
         known = _Listed(runs, run_parts(manifest, runs), places, LruMapping(_MAX_STARTS))
         with _known_lock:
             _known.put(key, known)

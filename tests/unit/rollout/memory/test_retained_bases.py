@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -106,7 +108,8 @@ def test_what_is_lent_is_neither_dropped_for_room_nor_overwritten() -> None:
     store = WorkerStore(SIZE, 4 * SIZE, 1)
     _load(store, "base@1", 1)
     store.keep_adapter(_stage(store, "math@1", 7), "{}")
-    with store.lend(PolicyVersion("base", 1)), store.lend(PolicyVersion("math", 1)) as adapter:
+    base, math = (partial(store.sendable, PolicyVersion(name, 1)) for name in ("base", "math"))
+    with store.lend(base), store.lend(math) as adapter:
         with pytest.raises(CapacityError):
             _stage(store, "base@2", 2)
         store.drop_adapter(PolicyVersion("math", 1))

@@ -59,7 +59,7 @@ def test_the_engine_s_own_weights_are_read_by_nobody_meanwhile() -> None:
     version = PolicyVersion("base", 1)
     served = ServedBase("t1", version, MANIFEST, b"d", lambda index, out: out)
     store.served.set(served)
-    with store.lend(version):
+    with store.lend(lambda: store.sendable(version)):
         assert not store.fall_asleep()
         assert store.sendable(version) is served
     assert store.fall_asleep()

@@ -16,7 +16,7 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, tensors_in
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import reload
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, bits
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.plan_proof import learn, learn_from_files
 from rollout_side.vllm_engine.loading.reload import apply_base, load_in_place
@@ -432,3 +432,26 @@ def test_another_draft_is_passed_over() -> None:
     assert model.digests() == load_own_way(Model(), staged(2)).digests()
     assert learn(model, pushed, {other.name}) is not None
     assert learn(model, pushed) is None
+
+
+def test_elements_are_found_where_the_plan_copies_them() -> None:
+    first, second = staged(1, any_bits=True), staged(2, any_bits=True)
+    assert not learnt(load_own_way(Model(), first), first).is_contiguous, "it has a rank's columns"
+    model = load_own_way(whole_columns(Model()), first)
+    plan = learnt(model, first)
+    assert plan.is_contiguous
+    for index, ((_, old), (_, new)) in enumerate(
+        zip(first.tensors(), second.tensors(), strict=True)
+    ):
+        found, new_bits = bits(old).reshape(-1), bits(new).reshape(-1)
+        places = plan.places(index)
+        assert sorted({*(p.begin for p in places)})[0] == 0
+        assert max(p.end for p in places) == len(found)
+        every = torch.arange(len(found))
+        for place in places:
+            here, values = place.read(every)
+            assert (here.start, here.stop) == (place.begin, place.end)
+            assert values.equal(found[here])
+            place.write(every[::2].clone(), new_bits[::2])
+            place.write(every[1::2].clone(), new_bits[1::2])
+    assert model.digests() == load_own_way(whole_columns(Model()), second).digests()
