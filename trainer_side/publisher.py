@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.background import BackgroundPusher, WhenBusy
+from trainer_side.delta_planner import DeltaPlanner
+from trainer_side.deltas.choice import DeltaMode
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient, reporter_for
 from trainer_side.pool.coordinator_client import CoordinatorClient
@@ -112,6 +114,12 @@ class Publisher:
             (``WEFT_TLS_CA``, ``_CERT``, ``_KEY``), or no TLS. Files are reread.
         token: The bearer token to show; by default what the file of ``WEFT_TOKEN_FILE`` holds.
         options: Options of every push that is given none of its own.
+        delta: Whether a push of the base sends only the elements that have changed since the
+            version that the pool committed last; the version is the same. "auto": where that is
+            faster, by what the backend was measured to carry; from then on each rank keeps a copy
+            of what it sends, in the served dtype, on the accelerator where it has room, else in the
+            host's memory. "always": from the second push on, wherever the pool can take it.
+            "never": no copy, no delta. ``report.delta`` says what was done, and why.
         bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
             in host memory, or on the accelerator three (four where replicas read them there).
         data_host: Address that the replicas reach this machine by; by default the
@@ -142,6 +150,7 @@ class Publisher:
         tls: Tls | None = None,
         token: str | None = None,
         options: PushOptions | None = None,
+        delta: DeltaMode = "auto",
         bucket_bytes: int | None = None,
         data_host: str | None = None,
         device: torch.device | str | None = None,
@@ -153,6 +162,7 @@ class Publisher:
         _check_data_host(data_host)
         _check_ranks(ranks)
         check_choice("backend", backend, BackendChoice)
+        check_choice("delta", delta, DeltaMode)
         check_count("bucket_bytes", bucket_bytes)
         check_count("max_senders", max_senders, MAX_SENDERS)
         _check_callable("on_publish_again", on_publish_again)
@@ -189,6 +199,7 @@ class Publisher:
             client,
             RankPushFactory(pushing_ranks, bucket_bytes, max_senders or MAX_SENDERS),
             SideGroupRank(coordinator, data_host, selection, credentials),
+            DeltaPlanner(delta, pushing_ranks, selection),
         )
         self._background = BackgroundPusher(self._pushing, ranks_of(ranks, "copies"))
 

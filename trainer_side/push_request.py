@@ -386,6 +386,26 @@ class CopyUsage:
 NOT_COPIED = CopyUsage()
 
 
+@dataclass(frozen=True)
+class DeltaUsage:
+    """Cost and gain of a delta, or the reason against one; see ``Publisher(delta=)``."""
+
+    is_delta: bool = False
+    """True if only changed elements were sent."""
+    changed_share: float = 0.0
+    """Changed elements, of all ranks, as a share of all; 0 where they were not compared."""
+    comparing_seconds: float = 0.0
+    """Time in which this rank compared and coded what it sends."""
+    memory_bytes: int = 0
+    """Memory of the copy that this rank compares with, in the served dtype."""
+    whole_reason: str = ""
+    """Reason why all elements were sent; empty for a delta, an adapter, and with "never"."""
+
+
+#: Usage of a push for which no delta was thought of.
+NO_DELTA = DeltaUsage()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
     """Cost of a push as the coordinator measured it, with remarks on its outcome."""
@@ -418,6 +438,11 @@ class PushReport:
     copies_memory_bytes: int = 0
     """Host memory that this rank's publisher holds for copies, of this push and others; it is used
     again."""
+    sent_bytes: int = 0
+    """Payload bytes that each replica received: ``total_bytes``, or those of a delta; 0 where the
+    coordinator was restarted meanwhile."""
+    delta: DeltaUsage = NO_DELTA
+    """Cost and gain of a delta, if one was sent; or the reason why all elements were."""
     remarks: tuple[str, ...] = ()
     """Facts that success does not tell, each a sentence: replicas that did not switch and why, a
     quantised base, a base that is not the one that the adapter was trained on."""
@@ -427,8 +452,11 @@ class PushReport:
         return f"PushReport({self._cost()})"
 
     def _cost(self) -> str:
+        sent = f"{self.total_bytes:,} bytes"
+        if self.delta.is_delta:
+            sent = f"a delta of {self.sent_bytes:,} of {sent}"
         text = (
-            f"{self.total_bytes:,} bytes to {plural(self.num_replicas, 'replica')} in "
+            f"{sent} to {plural(self.num_replicas, 'replica')} in "
             f"{self.seconds:.3f} s over {self.backend}"
         )
         return f"{text}, {plural(len(self.remarks), 'remark')}" if self.remarks else text
@@ -441,6 +469,32 @@ class PushResult(NamedTuple):
     """Version that the replicas serve, for example ``math@17``."""
     report: PushReport
     """Cost and remarks of the push."""
+
+    def metrics(self, prefix: str = "weft/") -> dict[str, float]:
+        """Return the push as flat numbers, for a logger of training: seconds by phase, bytes, the
+        version's number, and whether it was a delta (1.0).
+
+        Args:
+            prefix: Beginning of each name.
+        """
+        report, delta = self.report, self.report.delta
+        found = {
+            "version": self.version.version,
+            "num_replicas": report.num_replicas,
+            "num_remarks": len(report.remarks),
+            "total_bytes": report.total_bytes,
+            "sent_bytes": report.sent_bytes,
+            "seconds": report.seconds,
+            "forming_seconds": report.forming_seconds,
+            "staging_seconds": report.staging_seconds,
+            "committing_seconds": report.committing_seconds,
+            "pause_seconds": report.pause_seconds,
+            "copying_seconds": report.copying_seconds,
+            "is_delta": delta.is_delta,
+            "changed_share": delta.changed_share,
+            "comparing_seconds": delta.comparing_seconds,
+        }
+        return {prefix + name: float(value) for name, value in found.items()}
 
     def __str__(self) -> str:
         """Return the version alone: ``math@17``."""
@@ -456,6 +510,7 @@ def report_of(
     plan: PushPlan,
     seconds: float,
     cost: CopyUsage,
+    delta: DeltaUsage,
     failures: Iterable[WeftError],
     about_base: Iterable[str],
 ) -> PushReport:
@@ -463,6 +518,7 @@ def report_of(
 
     Args:
         cost: Cost of the copy that was sent.
+        delta: Cost and gain of the delta that was sent, or the reason against one.
         failures: Errors that it was begun again for.
         about_base: Remarks on the base that an adapter is served over.
     """
@@ -480,6 +536,8 @@ def report_of(
         copied_bytes=cost.num_bytes,
         copying_seconds=cost.seconds,
         copies_memory_bytes=cost.memory_bytes,
+        delta=delta,
+        sent_bytes=transfer.sent_bytes,
         remarks=(
             *(f"begun again, for {error}" for error in failures),
             *plan.remarks,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from trainer_side.delta_planner import DeltaPlanner
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import SideGroupRank
@@ -200,6 +201,7 @@ class PushExecutor:
         client: The sender's client, closed with this; None at other ranks.
         packings: Maker of this rank's pushes.
         peer: This rank as a further sender; closed with this.
+        deltas: Planner of this rank's deltas; closed with this.
     """
 
     def __init__(
@@ -208,11 +210,12 @@ class PushExecutor:
         client: PoolClient | None,
         packings: RankPushFactory,
         peer: SideGroupRank,
+        deltas: DeltaPlanner,
     ) -> None:
         #: Of the publisher.
         self.turn = PublisherLock()
         self._ranks, self._sender_client = ranks, client
-        self._packings, self._peer = packings, peer
+        self._packings, self._peer, self._deltas = packings, peer, deltas
         self._origins = KnownBases()
         self._said: dict[str, tuple[str, ...]] = {}
 
@@ -256,17 +259,26 @@ class PushExecutor:
                 self._at_call(),
             ):
                 self._ranks.open(deadline, request.arguments)
+                self._deltas.begin()
                 while True:
                     plan = None
                     try:
                         plan = self._agree(request, is_replaced, deadline)
+                        plan = self._deltas.plan(plan)
                         origin, begun = self._begin(request, plan, deadline, span)
                         transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
                         version = POLICY_VERSION.decode(begun.version)
                         about_base = self._about_base(request, plan, origin, version, transfer)
                         seconds = time.monotonic() - began
-                        report = report_of(transfer, plan, seconds, cost, failures, about_base)
+                        usage = self._deltas.usage(plan)
+                        report = report_of(
+                            transfer, plan, seconds, cost, usage, failures, about_base
+                        )
+                        self._deltas.committed(plan, transfer)
                     except WeftError as error:  # tried again until the deadline, if it may pass
+                        if plan is not None and self._deltas.failed(plan, error):
+                            self._ranks.go_on()
+                            continue
                         if not _may_pass(error):
                             if before := _shown_before(failures, error):
                                 raise _with_text(error, before) from error
@@ -333,6 +345,7 @@ class PushExecutor:
             self._ranks.close()
             self._peer.close()
             self._origins.close()
+            self._deltas.close()
             if self._sender_client is not None:
                 self._sender_client.close()
 

@@ -33,7 +33,7 @@ from tests.e2e.replicas import (
     stream,
     wait_ready,
 )
-from tests.models import Referee
+from tests.models import Referee, load_hf
 from tests.waits import until
 from trainer_side import Publisher, RolloutClient, SampleGroup, Sampling
 from weft_rl.cli.demo.processes import Process
@@ -186,6 +186,34 @@ def test_what_is_served_is_verified_tensor_by_tensor_and_by_its_answers(
         assert any("layers.1.self_attn.q_proj" in name for name in names)
         for replica in found["parts"][0]["replicas"]:
             assert not replica["parity"]["ok"]
+
+
+def test_what_a_delta_made_is_verified_by_its_tensors_and_answers(
+    pool: PoolOfTwo, qwen2: TinyModels, tmp_path: Path
+) -> None:
+    pool.grow(2)
+    model = load_hf(qwen2.base)
+    with Publisher(
+        pool.target, trainer_id="trainer", timeout_seconds=60, delta="always"
+    ) as publisher:
+        publisher.push_base(model)
+        before = [ask(url, MODEL_NAME) for url in pool.urls]
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    changed = torch.rand(parameter.shape) < 0.02
+                    parameter[changed] *= 1.5
+            report = publisher.push_base(model).report
+            assert report.delta.is_delta, report.delta
+            assert report.sent_bytes < report.total_bytes / 10
+            assert report.num_replicas == 2
+    model.save_pretrained(tmp_path / "trained")
+    found = _verified(pool, tmp_path / "trained", "base")
+    assert found["ok"], found
+    for replica in found["parts"][0]["replicas"]:
+        assert replica["tensors"].keys() == {"equal"}
+        assert replica["parity"]["ok"]
+    assert [ask(url, MODEL_NAME) for url in pool.urls] != before
 
 
 def test_the_bytes_that_replicas_were_started_with_are_no_other_base(

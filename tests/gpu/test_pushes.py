@@ -26,6 +26,7 @@ from tests.gpu.conftest import Note
 from tests.models import draw_adapter, draw_base, make_tokenizer
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
+from weft_rl.cli.orders import rollback
 from weft_rl.contract.errors import NotReadyError
 
 NUM_GPUS = torch.cuda.device_count()
@@ -314,6 +315,34 @@ def test_a_base_loaded_in_place_answers_as_a_fresh_engine(place: Place, note: No
     found = check_base(place, place.in_place, bucket_bytes=4 * 2**20)  # several a push
     note(place.kind, "5 bases, in place", found)
     check_how(place, place.in_place)
+
+
+@pytest.mark.parametrize("where", ["pushed", "in_place"])
+def test_a_delta_answers_as_a_fresh_engine(place: Place, where: str, note: Note) -> None:
+    """And where it was written to the weights that are served, they go back from it."""
+    pushed = getattr(place, where)
+    expected = answers(place.fresh, "base-model")
+    other = make_model(place.kind, 1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            changed = torch.rand_like(parameter, dtype=torch.float32) < 0.02
+            parameter[changed] *= -1.5
+    with pushed.publisher(delta="always", bucket_bytes=4 * 2**20) as publisher:
+        version = publisher.push_base(other).version
+        before = answers(pushed.url, "base-model")
+        assert not answers_alike(place.kind, before, expected)
+        report = publisher.push_base(place.model).report
+        found = answers(pushed.url, "base-model")
+        assert answers_alike(place.kind, found, expected)
+        # Without room for a copy, weights that are processed once they are loaded take none.
+        takes = where == "pushed" or place.kind != "fp8"
+        assert report.delta.is_delta is takes, report.delta
+        said = f"{report.sent_bytes} of {report.total_bytes} bytes"
+        if takes and where == "in_place":
+            rollback("base", version.version, coordinator=pushed.pool.target, timeout=60)
+            assert answers(pushed.url, "base-model") == before
+            said += ", gone back from by its old elements"
+    note(place.kind, f"a delta, {where.replace('_', ' ')}", said if takes else "sent whole")
 
 
 @pytest.mark.parametrize("where", ["pushed", "in_place"])

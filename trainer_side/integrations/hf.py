@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         every_steps: Optimizer steps from push to push; None pushes at the end alone, and by
             ``push``.
         at_end: True if the end of training pushes what the last step's push did not.
+        log: Function that logs numbers at rank 0, ``trainer.log`` say, called with
+            ``PushResult.metrics`` after each push; None logs none.
 
     Raises:
         InvalidRequestError: ``every_steps`` is no number of steps.
@@ -43,12 +46,13 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         *,
         every_steps: int | None = None,
         at_end: bool = True,
+        log: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
         check_name(policy, "policy")
         if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
             raise InvalidRequestError(f"every_steps={every_steps!r}: give 1 or more, or None")
         self._publisher, self._policy = publisher, policy
-        self._every_steps, self._at_end = every_steps, at_end
+        self._every_steps, self._at_end, self._log_metrics = every_steps, at_end, log
         self._model: torch.nn.Module | None = None
         self._state: Any = None
         self._pushed_step = -1
@@ -72,6 +76,8 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._pushed_step = self._state.global_step
         if self._state.is_world_process_zero:
             _log.info("step %s, pushed %s", self._pushed_step, self.pushed.version)
+            if self._log_metrics is not None:
+                self._log_metrics(self.pushed.metrics())
         return self.pushed
 
     def on_train_begin(

@@ -88,6 +88,9 @@ class PoolGeneration:
         # As DDP, FSDP and DeepSpeed hold it, which is known only now.
         model = self._trainer.model_wrapped
         self.pushed = push_policy(self._publisher, model, self._policy)
+        mode = "train" if model.training else "eval"
+        for name, value in self.pushed.metrics().items():
+            self._trainer._metrics[mode][name].append(value)  # TRL logs their means
 
     def generate(
         self,

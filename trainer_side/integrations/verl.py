@@ -90,7 +90,7 @@ class VerlSender:
                 tensors in checkpoint names.
 
         Returns:
-            Metrics for the trainer's log.
+            Metrics for the trainer's log: ``PushResult.metrics``.
 
         Raises:
             InvalidRequestError: The policy does not fit what is trained.
@@ -111,16 +111,9 @@ class VerlSender:
                 settings.coordinator, settings.trainer_id, settings.publisher
             )
         if has_adapter:
-            version, report = self._publisher.push_adapter(trained.module, policy)
-        else:
-            tensors = trained.get_per_tensor_param()[0] if is_engine else trained
-            version, report = self._publisher.push_tensors(tensors)
-        return {
-            "weft/version": version.version,
-            "weft/bytes": report.total_bytes,
-            "weft/seconds": report.seconds,
-            "weft/pause_seconds": report.pause_seconds,
-        }
+            return self._publisher.push_adapter(trained.module, policy).metrics()
+        tensors = trained.get_per_tensor_param()[0] if is_engine else trained
+        return self._publisher.push_tensors(tensors).metrics()
 
     def close(self) -> None:
         """Release the leases."""

@@ -12,6 +12,7 @@ from trainer_side.ranks.ranks import RankSum
 from weft_rl.contract.backends import GLOO
 from weft_rl.contract.errors import NotFiniteError
 from weft_rl.contract.manifest import (
+    MAX_WIRE_BUCKETS,
     Manifest,
     Run,
     SendPlan,
@@ -25,7 +26,13 @@ from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.copies import PIECE_BYTES, PlacedRange, pack_digesting, pack_tensors
 from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
 from weft_rl.transport.group import CPU, window
-from weft_rl.transport.wire.buckets import SealedBucket, run_parts, seal_bucket, whole_parts
+from weft_rl.transport.wire.buckets import (
+    SealedBucket,
+    changes_parts,
+    run_parts,
+    seal_bucket,
+    whole_parts,
+)
 
 #: The smallest magnitude bits of what is no number; E4M3FN has one NaN and no infinity.
 _FP8_LIMITS = {DataType.FLOAT8_E4M3FN: 0x7F, DataType.FLOAT8_E5M2: 0x7C}
@@ -97,6 +104,11 @@ class PackedLayout:
     runs: tuple[tuple[Run, ...], ...] | None
     """Runs of each wire bucket of this sender, in order; None where the reader announces them."""
 
+    def itemsizes(self, runs: Sequence[Run]) -> list[int]:
+        """Return the bytes of an element of each of some runs."""
+        tensors = self.manifest.tensors
+        return [tensors[run.tensor].meta.dtype.itemsize_bytes for run in runs]
+
 
 def whole_packing(manifest: Manifest) -> PackedLayout:
     """Return the packing of one rank that sends the buckets of a layout as they are."""
@@ -142,6 +154,14 @@ class Reader(Protocol):
             payload: uint8, a multiple of 256 bytes, on any device; overwritten.
             on_progress: Called now and then.
         """
+
+    def changes(self, nth: int) -> torch.Tensor:
+        """Return the coded changes of this sender's bucket ``nth`` of a delta, uint8, 1-D, on any
+        device."""
+
+    def on_packed(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
+        """Take note of a bucket that was packed; its payload may be read until this returns, on
+        the calling thread's current stream."""
 
     def end_packing(self) -> None:
         """Look at what was read again, once the last bucket is packed and before it is sent.
@@ -193,6 +213,7 @@ class Packer:
         device: Device of the buffers. On an accelerator all work is that of the calling thread's
             current stream.
         backend: Backend that they are sent over.
+        most_buffers: Most buffers to make, where nothing is sent from them.
     """
 
     def __init__(
@@ -201,9 +222,10 @@ class Packer:
         buffers: Sequence[torch.Tensor] = (),
         device: torch.device = CPU,
         backend: str = GLOO,
+        most_buffers: int = MAX_WIRE_BUCKETS,
     ) -> None:
         self.packing = packing
-        self._device, self._backend = device, backend
+        self._device, self._backend, self._most_buffers = device, backend, most_buffers
         self._indices = packing.plan.sent_by(packing.sender)
         self._wires = [packing.plan.buckets[index] for index in self._indices]
         self.buffers = self._made_buffers(buffers)
@@ -237,6 +259,8 @@ class Packer:
         packing, wire = self.packing, self._wires[nth]
         payload = self.wire(nth)[: wire.payload_bytes]
         runs: Sequence[Run]
+        if packing.plan.delta_from:
+            return self._pack_changes(nth, reader, nonce, payload)
         if packing.runs is None:
             runs, found = reader.announce(payload, on_progress)
             begun, slots = Digests(found), self._slots(wire.bucket, runs) if finite else []
@@ -249,6 +273,30 @@ class Packer:
         listed = runs if packing.plan.lists_runs else None
         sealed = seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, listed)
         return PackedBucket(sealed, runs, digests)
+
+    def _pack_changes(
+        self, nth: int, reader: Reader, nonce: int, payload: torch.Tensor
+    ) -> PackedBucket:
+        """Seal a delta's bucket: what it changes was read, and is known, already."""
+        assert self.packing.runs is not None, "a delta is of known runs"
+        payload.copy_(reader.changes(nth), non_blocking=True)
+        digests = start_digests(payload, changes_parts(len(payload))).wait()
+        runs = self.packing.runs[nth]
+        sealed = seal_bucket(len(payload), nonce, self._indices[nth], digests, runs)
+        return PackedBucket(sealed, (), ())
+
+    def read(self, nth: int, reader: Reader) -> tuple[torch.Tensor, Sequence[TensorSlot]]:
+        """Fill this sender's bucket ``nth`` and seal nothing; see ``pack``.
+
+        Returns:
+            Its payload, and its runs as if each were a tensor of the payload.
+        """
+        assert self.packing.runs is not None, "of known runs"
+        into = self._views[nth]
+        if into.edges:
+            torch._foreach_zero_(into.edges)
+        reader.fill(self.packing.runs[nth], into.views)
+        return self.wire(nth)[: self._wires[nth].payload_bytes], into.slots
 
     def wire(self, nth: int) -> torch.Tensor:
         """Return the uint8 bytes of a held bucket, with room for its tail, also of one whose turn
@@ -273,12 +321,14 @@ class Packer:
         """Return as many buffers as are in flight, each large enough for any bucket. Large enough
         ones of ``kept``, which are of the same backend, are used again."""
         need = max(wire.wire_bytes for wire in self._wires)
-        count = min(window(self._device, self._backend), len(self._wires))
+        count = min(window(self._device, self._backend), len(self._wires), self._most_buffers)
         buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
         fresh = range(count - len(buffers))
         return buffers + [allocate(self._backend, need, self._device) for _ in fresh]
 
     def _made_views(self) -> list[_Views]:
+        if self.packing.plan.delta_from:
+            return []
         return [self._views_of(nth, runs) for nth, runs in enumerate(self.packing.runs or ())]
 
     def _views_of(self, nth: int, runs: Sequence[Run]) -> _Views:
@@ -385,6 +435,8 @@ class PackedBuckets:
             packed = self._packer.pack(
                 index, self._reader, self._nonce, finite=self._finite, on_progress=on_progress
             )
+            payload = self._packer.wire(index)[: packed.sealed.payload_bytes]
+            self._reader.on_packed(index, payload, packed)
             if index + 1 == len(self.plan.sent_by(self.sender)):
                 self._reader.end_packing()
         except BaseException:

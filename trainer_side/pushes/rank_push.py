@@ -6,11 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
 from trainer_side.packing.packer import (
     AnnouncedRuns,
+    PackedBucket,
     PackedLayout,
     announced_packing,
     whole_packing,
@@ -33,6 +35,13 @@ from weft_rl.contract.manifest import (
 )
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.interrupts import Flag
+
+
+class PackedCopy(Protocol):
+    """Copy of the buckets that a rank packs."""
+
+    def put(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
+        """Copy a bucket; see ``Reader.on_packed``."""
 
 
 class RankPush:
@@ -58,6 +67,10 @@ class RankPush:
     """Buckets that this rank packs; at rank 0 also if it sends none."""
     look_again: Callable[[], None] | None = None
     """See ``Content.check_unchanged``; None where nothing is read in place."""
+    is_comparable: bool = False
+    """True if this rank knows what it sends beforehand and can read it twice: for a delta."""
+    copy: PackedCopy | None = None
+    """Copy that is made of what is packed; None for none."""
     is_prepared_together: bool = False
     """True if all ranks come to the push, and ``prepare``, before any of them sends."""
 
@@ -79,6 +92,13 @@ class RankPush:
 
     def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
         raise NotImplementedError
+
+    def changes(self, nth: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def on_packed(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
+        if self.copy is not None:
+            self.copy.put(nth, payload, packed)
 
     def end_packing(self) -> None:
         if self.look_again is not None:
@@ -232,6 +252,7 @@ class HeldPush(RankPush):
         self.sender = plan.senders.index(ranks.rank) if ranks.rank in plan.senders else None
         self.packing = plan.packings[self.sender or 0]
         self.is_prepared_together = source.is_collective
+        self.is_comparable = not isinstance(source, OrderedSource)  # whose iterator is read once
         self._is_shared = plan.senders != (SENDER,)
         self._whole: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()

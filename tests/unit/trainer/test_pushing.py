@@ -14,8 +14,10 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from tests.doubles.shards import held_push
+from trainer_side.delta_planner import DeltaPlanner
 from trainer_side.packing.packer import whole_packing
 from trainer_side.params.params import WholeElements
+from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PushReporter
 from trainer_side.pushes.rank_push import GatheredPush, HeldPush, RankPushFactory
 from trainer_side.pushing import PushExecutor
@@ -63,7 +65,9 @@ class _Source(Source):
 
 
 def _pushing(ranks: OneRank, client: Any = None) -> PushExecutor:
-    return PushExecutor(ranks, client, RankPushFactory(ranks, None), SimpleNamespace())  # type: ignore[arg-type]
+    deltas = DeltaPlanner("never", ranks, BackendSelection())
+    packings = RankPushFactory(ranks, None)
+    return PushExecutor(ranks, client, packings, SimpleNamespace(), deltas)  # type: ignore[arg-type]
 
 
 class _Sending:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trainer_side.integrations.hf import PushCallback
-from trainer_side.push_request import PushResult
+from trainer_side.push_request import DeltaUsage, PushReport, PushResult
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
 
@@ -47,10 +48,26 @@ class Publisher:
 
     def _push(self, kind, model, policy):
         self.pushed.append((kind, round(model.weight.item(), 4)))
-        return PushResult(PolicyVersion(policy, len(self.pushed)), None)
+        return PushResult(PolicyVersion(policy, len(self.pushed)), REPORT)
 
 
-def train(work: Path, callbacks, *, steps=5, model=None, **settings):
+REPORT = PushReport(
+    total_bytes=4000,
+    sent_bytes=40,
+    num_replicas=2,
+    seconds=0.5,
+    forming_seconds=0.125,
+    staging_seconds=0.25,
+    committing_seconds=0.0625,
+    pause_seconds=0.03125,
+    source="test",
+    backend="gloo",
+    backend_reason="",
+    delta=DeltaUsage(is_delta=True, changed_share=0.25, comparing_seconds=0.75),
+)
+
+
+def train(work: Path, callbacks, *, steps=5, model=None, is_logged=False, **settings):
     """The weight is 1 and loses 0.1 a step."""
     trainer = Trainer(
         model=model or Model(),
@@ -64,13 +81,15 @@ def train(work: Path, callbacks, *, steps=5, model=None, **settings):
             optim="sgd",
             use_cpu=True,
             save_strategy="no",
-            report_to="none",
+            report_to="tensorboard" if is_logged else "none",
             disable_tqdm=True,
             **settings,
         ),
         train_dataset=[{"x": torch.ones(1)}] * 64,
         callbacks=callbacks,
     )
+    if is_logged:
+        trainer.add_callback(PushCallback(Publisher(), "base", every_steps=2, log=trainer.log))
     trainer.train()
 
 
@@ -98,6 +117,23 @@ def test_it_pushes_once_an_optimizer_step_however_many_batches_make_it(tmp_path)
     callback = PushCallback(publisher, "base", every_steps=1)
     train(tmp_path, [callback], steps=2, gradient_accumulation_steps=3)
     assert publisher.pushed == [("base", 0.9), ("base", 0.8)]
+
+
+def test_what_pushes_cost_is_in_the_trainers_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "log"))
+    train(tmp_path, [], is_logged=True)
+    log = EventAccumulator(str(tmp_path / "log")).Reload()
+    seen = {
+        tag.rpartition("weft/")[2]: [(each.step, each.value) for each in log.Scalars(tag)]
+        for tag in log.Tags()["scalars"]
+        if "weft/" in tag
+    }
+    assert seen["version"] == [(2, 1.0), (4, 2.0), (5, 3.0)]
+    expected = PushResult(PolicyVersion("base", 1), REPORT).metrics("")
+    assert seen.keys() == expected.keys()
+    for name, value in expected.items():
+        assert name == "version" or [each for _, each in seen[name]] == [value] * 3, name
+    assert (expected["is_delta"], expected["sent_bytes"]) == (1.0, 40.0)
 
 
 def test_it_pushes_when_another_callback_says_so(tmp_path):

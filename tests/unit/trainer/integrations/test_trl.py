@@ -1,10 +1,12 @@
 """What TRL's trainers are told to sample by, and what they get of the pool, without TRL itself."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.unit.trainer.integrations.test_hf import REPORT
 from trainer_side.integrations.trl import PoolGeneration, sampling_of
 from trainer_side.push_request import PushResult
 from trainer_side.rollouts.sample import Sample, SampleGroup
@@ -23,6 +25,7 @@ def trainer(generation_kwargs=None, regex=None, **settings):
         "repetition_penalty": 1.0,
         "max_completion_length": 256,
         "model_wrapped": torch.nn.Linear(1, 1),
+        "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
         "accelerator": SimpleNamespace(is_main_process=True, process_index=0),
     }
     args = SimpleNamespace(generation_kwargs=generation_kwargs, vllm_structured_outputs_regex=regex)
@@ -31,10 +34,10 @@ def trainer(generation_kwargs=None, regex=None, **settings):
 
 class Publisher:
     def push_base(self, model):
-        return PushResult(PolicyVersion("base", 3), None)
+        return PushResult(PolicyVersion("base", 3), REPORT)
 
     def push_adapter(self, model, policy):
-        return PushResult(PolicyVersion(policy, 17), None)
+        return PushResult(PolicyVersion(policy, 17), REPORT)
 
 
 class Rollouts:
@@ -136,3 +139,17 @@ def test_what_the_client_fails_with_is_what_the_trainer_gets():
     generation.sync_weights()
     with pytest.raises(PeerUnavailableError, match="nobody is there"):
         generation.generate([[1]], None, 1)
+
+
+def test_what_pushes_cost_is_among_the_trainers_metrics():
+    own = trainer()
+    logged = vars(own)["_metrics"]
+    generation = PoolGeneration(own, Publisher(), Rollouts(), "base")
+    for number in (1, 2):
+        generation.sync_weights()
+        assert logged["train"]["weft/version"] == [3.0] * number
+    own.model_wrapped.eval()
+    generation.sync_weights()
+    assert logged["eval"]["weft/sent_bytes"] == [REPORT.sent_bytes]
+    expected = PushResult(PolicyVersion("base", 3), REPORT).metrics()
+    assert logged["train"].keys() == expected.keys()

@@ -1,0 +1,221 @@
+"""Planner of deltas: whether the next push is one, and what a rank keeps for it.
+
+Rank 0 chooses for all ranks, by what the pool says that it serves: a copy is never trusted further
+than its digest. What this trainer sent, and whose outcome it does not know, needs no rule of its
+own: the pool serves the copy's content, or another.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from trainer_side.deltas.choice import (
+    Choice,
+    DeltaHistory,
+    DeltaMode,
+    PoolFacts,
+    choose,
+    why_too_large,
+)
+from trainer_side.deltas.committed_copy import CommittedCopy
+from trainer_side.deltas.delta_push import (
+    NO_CHANGES,
+    DeltaPush,
+    RankChanges,
+    compare,
+    delta_packing,
+)
+from trainer_side.pool.backend_selection import BackendSelection
+from trainer_side.push_request import DeltaUsage, PushPlan
+from trainer_side.pushes.rank_push import RankPush
+from trainer_side.ranks.ranks import FLAGS, Ranks, agreeing
+from weft_rl.contract.errors import WeftError
+from weft_rl.v1 import publish_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+# What a rank tells the others before they compare: that it has no copy that fits.
+_NO_COPY, _ = FLAGS
+
+
+class DeltaPlanner:
+    """Planner of the deltas of one rank, with its copy of what the pool committed last.
+
+    Args:
+        mode: Choice of the user; the same on every rank.
+        ranks: Ranks of the trainer.
+        selection: Selection of the device that buckets are packed on.
+    """
+
+    def __init__(self, mode: DeltaMode, ranks: Ranks, selection: BackendSelection) -> None:
+        self._mode, self._ranks, self._selection = mode, ranks, selection
+        self._copy: CommittedCopy | None = None
+        self._history: dict[str, DeltaHistory] = {}
+        self._refused = ""
+        self._why = ""
+
+    def begin(self) -> None:
+        """Forget what became of the push before."""
+        self._refused = self._why = ""
+
+    def failed(self, plan: PushPlan, error: WeftError) -> bool:
+        """Free what a failed push's comparison brought. Return whether the pool has refused a
+        delta: then the same push goes on with all elements. Not collective, the same on every
+        rank."""
+        if not isinstance(plan.push, DeltaPush):
+            return False
+        plan.push.release()
+        if error.reason != "DELTA_REFUSED":
+            return False
+        self._refused = error.message
+        self._of(plan).was_useless()
+        _log.warning("the delta is sent whole: %s", error.message)
+        return True
+
+    def plan(self, plan: PushPlan) -> PushPlan:
+        """Return the plan of a delta in place of a push of all elements, or that push, which may
+        leave a copy for the next one. Collective; compares where it is to be a delta.
+
+        Raises:
+            WeftError: What this rank sends cannot be read; the same on every rank.
+        """
+        if self._mode == "never" or plan.adapter is not None:
+            return plan
+        told = self._ranks.share(lambda: _encode(self._choice(plan)), all_wait=True)
+        choice = _decode(told)
+        push, self._why = plan.push, choice.why
+        if choice.how == "delta":
+            with agreeing(self._ranks) as agreement:
+                agreement.flags = _NO_COPY * (not self._fits(push))
+            if not agreement.told & _NO_COPY:
+                made, self._why = self._compared(plan)
+                if made is not None:
+                    return replace(plan, push=made)
+            elif not self._why:
+                self._why = "a rank has no copy of what the pool committed last"
+        if choice.how == "whole" and not self._refused:
+            self._copy = None
+        elif push.sender is not None and push.is_comparable:
+            push.copy = self._copy = self._copy_for(plan)
+        return plan
+
+    def usage(self, plan: PushPlan) -> DeltaUsage:
+        """Return the cost and gain of a push's delta, for its report."""
+        push, memory_bytes = plan.push, self._copy.num_bytes if self._copy else 0
+        if isinstance(push, DeltaPush):
+            seconds, share = push.compared.seconds, push.changed_share
+            return DeltaUsage(True, share, seconds, memory_bytes)
+        return DeltaUsage(memory_bytes=memory_bytes, whole_reason=self._why)
+
+    def committed(self, plan: PushPlan, transfer: pb.Transfer) -> None:
+        """Let the copy follow a push that the pool has committed; not collective."""
+        push, digest = plan.push, transfer.content_digest.value
+        if plan.adapter is not None:
+            return
+        history, seconds = self._of(plan), transfer.staging.ToTimedelta().total_seconds()
+        if isinstance(push, DeltaPush):
+            history.was_sent(transfer.sent_bytes / max(1, push.num_bytes))
+            push.committed(digest)
+        elif seconds > 0:
+            history.send_rate = push.num_bytes / seconds
+        if push.copy is not None and self._copy is push.copy:
+            self._copy.committed(digest)
+
+    def close(self) -> None:
+        """Give the copy's memory back."""
+        self._copy = None
+
+    def _of(self, plan: PushPlan) -> DeltaHistory:
+        return self._history.setdefault(plan.backend, DeltaHistory())
+
+    def _choice(self, plan: PushPlan) -> Choice:
+        """Choose at rank 0."""
+        push, target = plan.push, plan.target
+        if self._refused:
+            return Choice("keep", f"the pool refused a delta: {self._refused}")
+        if not push.is_comparable:
+            return Choice("whole", "what is pushed can be read only once")
+        content = target.base_content_digest
+        facts = PoolFacts(
+            served=target.base_layout_digest + content if content else b"",
+            copied=self._copy.key if self._copy is not None and self._fits(push) else b"",
+            refusal=target.delta_refusal,
+            on_device=self._selection.device_of(plan.backend).type != "cpu",
+            num_bytes=push.num_bytes,
+        )
+        history = self._of(plan)
+        choice = choose(self._mode, facts, history)
+        history.num_paused = max(0, history.num_paused - 1)
+        return choice
+
+    def _fits(self, push: RankPush) -> bool:
+        """Return whether this rank has a copy of what it sends, if it sends any."""
+        if push.sender is None:
+            return True
+        copy = self._copy
+        return copy is not None and copy.is_valid and _is_same(copy, push)
+
+    def _copy_for(self, plan: PushPlan) -> CommittedCopy | None:
+        """Return memory for a copy of what this rank sends: the former one's if it fits."""
+        if self._copy is not None and _is_same(self._copy, plan.push):
+            return self._copy
+        self._copy = None  # its memory, before the next is made
+        try:
+            device = self._selection.device_of(plan.backend)
+            return CommittedCopy(plan.push.packing, device)
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("there is no memory for the copy that deltas are made from: %s", error)
+            return None
+
+    def _compared(self, plan: PushPlan) -> tuple[DeltaPush | None, str]:
+        """Compare at every rank that sends; return its part of the delta, or why there is none."""
+        push, copy, changes = plan.push, self._copy, NO_CHANGES
+        wires = push.packing.plan.buckets
+        with agreeing(self._ranks):
+            if push.is_prepared_together:
+                push.prepare()
+            if push.sender is not None:
+                assert copy is not None, "it fits"
+                device = self._selection.device_of(plan.backend)
+                changes = compare(push, copy, device, finite=plan.finite)
+        values = torch.zeros(len(wires) + 1, dtype=torch.int64)
+        if push.sender is not None:
+            values[list(push.packing.plan.sent_by(push.sender))] = torch.tensor(changes.sizes)
+        values[-1] = changes.num_changes
+        *sizes, num_changes = self._ranks.add_up(values).result()
+        self._note(plan, changes)
+        if why := why_too_large(sum(sizes), push.num_bytes):
+            self._of(plan).was_useless()
+            push.release()
+            return None, why
+        base = plan.target.base_content_digest
+        packing = delta_packing(push.packing, base, sizes)
+        num_elements = sum(slot.meta.num_elements for slot in packing.manifest.tensors)
+        own = None if push.sender is None else copy
+        return DeltaPush(push, packing, changes, own, num_changes / num_elements), ""
+
+    def _note(self, plan: PushPlan, changes: RankChanges) -> None:
+        if changes.seconds > 0:
+            self._of(plan).compare_rate = plan.push.num_bytes / changes.seconds
+
+
+def _is_same(copy: CommittedCopy, push: RankPush) -> bool:
+    """Return whether a copy has the buckets that a push sends."""
+    own, packing = copy.packing, push.packing
+    return own is packing or (
+        own.manifest.layout_digest == packing.manifest.layout_digest
+        and (own.plan, own.sender, own.runs) == (packing.plan, packing.sender, packing.runs)
+    )
+
+
+def _encode(choice: Choice) -> bytes:
+    return f"{choice.how} {choice.why}".encode()
+
+
+def _decode(text: bytes) -> Choice:
+    how, _, why = text.decode().partition(" ")
+    assert how in ("delta", "keep", "whole"), how
+    return Choice(how, why)  # type: ignore[arg-type]

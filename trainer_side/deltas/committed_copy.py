@@ -1,0 +1,91 @@
+"""Copy of what a rank sent of the version that the pool committed last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer_side.packing.packer import PackedBucket, PackedLayout
+from weft_rl.transport.wire.changes import EncodedChanges, apply_changes, packed_places
+
+#: Memory left to the training on an accelerator; else the copy lies in the host's.
+_MARGIN_BYTES = 4 * 2**30
+
+
+class CommittedCopy:
+    """Copy of a rank's wire buckets as they were sent whole, with the digest of their version.
+
+    It is of a version only from the commit on: while buckets are put, it is of none.
+
+    Args:
+        packing: Buckets of the rank, of known runs.
+        device: Device that they are packed on. Where an accelerator has no room, the copy lies in
+            page-locked memory of the host.
+
+    Raises:
+        RuntimeError: There is no memory for it: torch's own.
+    """
+
+    def __init__(self, packing: PackedLayout, device: torch.device) -> None:
+        assert packing.runs is not None, "a delta is of known runs"
+        self.packing = packing
+        self.content_digest = b""
+        self._num_put = 0
+        #: For each tensor, the sum of its runs' digests here.
+        self.totals: list[int] = []
+        wires = [packing.plan.buckets[i] for i in packing.plan.sent_by(packing.sender)]
+        self.num_bytes = sum(wire.payload_bytes for wire in wires)
+        is_aside = device.type == "cuda" and not _has_room(device, self.num_bytes)
+        place = torch.device("cpu") if is_aside else device
+        self._payloads = [
+            torch.empty(wire.payload_bytes, dtype=torch.uint8, device=place, pin_memory=is_aside)
+            for wire in wires
+        ]
+
+    @property
+    def key(self) -> bytes:
+        """Layout and content that it is of; empty where it is of no version."""
+        return self.packing.manifest.layout_digest + self.content_digest if self.is_valid else b""
+
+    @property
+    def is_valid(self) -> bool:
+        """True if it is of a version."""
+        return bool(self.content_digest)
+
+    def payload(self, nth: int) -> torch.Tensor:
+        """Return the payload of a bucket of this rank, uint8: the copy itself."""
+        return self._payloads[nth]
+
+    def put(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
+        """Copy a bucket that was packed, each in order. On an accelerator it is copied on the
+        calling thread's current stream."""
+        if nth == 0:
+            self.content_digest, self._num_put = b"", 0
+            self.totals = [0] * len(self.packing.manifest.tensors)
+        for run, digest in zip(packed.runs, packed.digests, strict=True):
+            self.totals[run.tensor] = (self.totals[run.tensor] + digest) % 2**64
+        self._payloads[nth].copy_(payload, non_blocking=True)
+        self._num_put += 1
+
+    def committed(self, content_digest: bytes) -> None:
+        """Record that the pool has committed what was put, if that is all."""
+        self.content_digest = content_digest if self._num_put == len(self._payloads) else b""
+
+    def apply(
+        self, coded: Sequence[EncodedChanges], content_digest: bytes, totals: Sequence[int]
+    ) -> None:
+        """Bring the copy up to date by the changes of a delta that the pool has committed."""
+        self.content_digest = b""
+        assert self.packing.runs is not None
+        for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
+            sizes = self.packing.itemsizes(runs)
+            places = packed_places(runs, sizes)
+            apply_changes(own.payload.to(data.device), runs, sizes, data, places)
+        self.content_digest, self.totals = content_digest, list(totals)
+
+
+def _has_room(device: torch.device, num_bytes: int) -> bool:
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return num_bytes + _MARGIN_BYTES <= free_bytes + own
