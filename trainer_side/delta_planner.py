@@ -82,7 +82,7 @@ class DeltaPlanner:
         Raises:
             WeftError: What this rank sends cannot be read; the same on every rank.
         """
-        if self._mode == "never" or plan.adapter is not None:
+        if self._mode == "never":
             return plan
         told = self._ranks.share(lambda: _encode(self._choice(plan)), all_wait=True)
         choice = _decode(told)
@@ -113,8 +113,6 @@ class DeltaPlanner:
     def committed(self, plan: PushPlan, transfer: pb.Transfer) -> None:
         """Let the copy follow a push that the pool has committed; not collective."""
         push, digest = plan.push, transfer.content_digest.value
-        if plan.adapter is not None:
-            return
         history, seconds = self._of(plan), transfer.staging.ToTimedelta().total_seconds()
         if isinstance(push, DeltaPush):
             history.was_sent(transfer.sent_bytes / max(1, push.num_bytes))

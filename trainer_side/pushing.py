@@ -16,6 +16,7 @@ from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import SideGroupRank
 from trainer_side.push_request import (
+    NO_DELTA,
     NOT_COPIED,
     CopyUsage,
     PushPlan,
@@ -259,22 +260,25 @@ class PushExecutor:
                 self._at_call(),
             ):
                 self._ranks.open(deadline, request.arguments)
-                self._deltas.begin()
+                if request.policy == BASE_POLICY:
+                    self._deltas.begin()
                 while True:
                     plan = None
                     try:
                         plan = self._agree(request, is_replaced, deadline)
-                        plan = self._deltas.plan(plan)
+                        if plan.adapter is None:
+                            plan = self._deltas.plan(plan)
                         origin, begun = self._begin(request, plan, deadline, span)
                         transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
                         version = POLICY_VERSION.decode(begun.version)
                         about_base = self._about_base(request, plan, origin, version, transfer)
                         seconds = time.monotonic() - began
-                        usage = self._deltas.usage(plan)
+                        usage = NO_DELTA if plan.adapter else self._deltas.usage(plan)
                         report = report_of(
                             transfer, plan, seconds, cost, usage, failures, about_base
                         )
-                        self._deltas.committed(plan, transfer)
+                        if plan.adapter is None:
+                            self._deltas.committed(plan, transfer)
                     except WeftError as error:  # tried again until the deadline, if it may pass
                         if plan is not None and self._deltas.failed(plan, error):
                             self._ranks.go_on()

@@ -79,7 +79,7 @@ class StagedDelta:
 
     @property
     def undo(self) -> StagedDelta:
-        """What is kept to take it back, once it was applied: the old elements alone."""
+        """The same with the old elements alone, which take it back once it was applied."""
         changes = tuple(each._replace(new=each.old[:0]) for each in self.changes)
         return replace(self, changes=changes, received=None)
 
@@ -168,8 +168,6 @@ def stage_delta(
         sizes = [base.manifest.tensors[run.tensor].meta.dtype.itemsize_bytes for run in runs]
         decoded = decode_changes(payload, runs, sizes)
         for run, size, own in zip(runs, sizes, decoded, strict=True):
-            if not len(own.positions):
-                continue
             elements = _elements(run, own.positions)
             old = _read(base, run.tensor, elements)
             if run_sum(run, own.positions, old, size) != own.old_sum:
@@ -181,7 +179,8 @@ def stage_delta(
             new = own.new_values(old)
             added = run_sum(run, own.positions, new, size) - own.old_sum
             digests[run.tensor] = (digests[run.tensor] + added) % 2**64
-            changes.append(ChangedElements(run.tensor, elements, old, new))
+            if len(elements):
+                changes.append(ChangedElements(run.tensor, elements, old, new))
     return StagedDelta(
         transfer_id=transfer_id,
         version=version,

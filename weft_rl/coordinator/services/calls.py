@@ -27,7 +27,6 @@ from weft_rl.coordinator.decisions.state.values import (
     HeldVersionRecord,
     VersionRecord,
     VersionState,
-    split_base_content,
 )
 from weft_rl.coordinator.decisions.step import CALLS, CallRow, already_committed, not_its_owner
 from weft_rl.coordinator.decisions.transfers import preflight
@@ -314,7 +313,7 @@ class PublishServicer(
             raise PeerUnavailableError("the base was just bound anew", reason="POOL_EMPTY")
         exceptions = dtype_exceptions(described, capabilities.base_dtype)
         reference = described.reference
-        layout_digest, content_digest = split_base_content(state.served_base_content)
+        layout_digest, content_digest = state.served_base_digests
         return publish_pb2.DescribeTargetResponse(
             base_fingerprint=state.fingerprint,
             architecture=state.architecture,

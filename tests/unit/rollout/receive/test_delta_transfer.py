@@ -289,7 +289,7 @@ def test_a_copy_that_changed_where_the_delta_changes_it_is_refused() -> None:
     (tensor,) = [t for name, t in replica.held.tensors() if name == "t.0.w"]
     kept = tensor.clone()
     tensor.view(torch.int32)[3, 5] ^= 1 << 9
-    with pytest.raises(DigestMismatchError, match="not those that the changes were made from"):
+    with pytest.raises(DigestMismatchError, match="not those that the delta was made from"):
         _receive_all(replica, made)
     tensor.copy_(kept)
     assert replica.is_as_before

@@ -15,6 +15,7 @@ from typing import Final
 from weft_rl.containers import replace
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidRequestError, LeaseFencedError, NotFoundError
+from weft_rl.contract.manifest import DIGEST_BYTES
 from weft_rl.contract.names import (
     BASE_POLICY,
     MAX_FOLLOWED,
@@ -491,6 +492,12 @@ class PoolState:
     def served_base_content(self) -> bytes:
         """Content (``base_content``) of the served base; empty for base@0 and where unknown."""
         return self.base_contents.get(self.vector.base, b"")
+
+    @property
+    def served_base_digests(self) -> tuple[bytes, bytes]:
+        """Layout and content digest of the served base; empty as ``served_base_content``."""
+        content = self.served_base_content
+        return content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
 
     def with_base_content(
         self, version: int, layout_digest: bytes, digest: ContentDigest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.errors import WeftError, error_from_reason
-from weft_rl.contract.manifest import DIGEST_BYTES, Manifest
+from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.contract.tensors import DataType
@@ -101,11 +101,6 @@ def base_content(layout_digest: bytes, digest: ContentDigest) -> bytes:
     The layout is part of it, since a content digest is one over the tensors of its layout.
     """
     return layout_digest + digest.value
-
-
-def split_base_content(content: bytes) -> tuple[bytes, bytes]:
-    """Return the layout digest and the content digest that ``base_content`` joined."""
-    return content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
 
 
 @dataclass(frozen=True, kw_only=True)

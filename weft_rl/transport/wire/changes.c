@@ -1,0 +1,402 @@
+// Coding of changed elements on a host's processor: the same payloads as changes.py makes, which is
+// the specification, some twenty times as fast. Compiled where it runs; see host_changes.py.
+//
+// Source: docs/protocol.md, A bucket of changes.
+
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 16384
+#define RAW 0xFFFF
+#define LITERAL 7
+#define MAX_STEP 8
+#define WIDTH 4096
+
+typedef struct {
+  int64_t at;       // first byte of its elements in the memory that is read or written
+  int64_t num;      // elements
+  int64_t size;     // bytes of an element
+  int64_t first;    // first element in its tensor
+  int64_t row;      // elements of a row in the tensor
+  int64_t stride;   // elements between the beginnings of two rows there; 0 for one row
+  int64_t place_row;     // the same in the memory
+  int64_t place_stride;
+} Run;
+
+// What is wrong with a payload; see host_changes.py.
+enum { FINE, TOO_SHORT, NUMBERS, LENGTH, BLOCK_LENGTH, NO_END, OUTSIDE, NO_STEP, GIVEN, TWICE, OTHER };
+
+static inline uint64_t load(const uint8_t *at, int size) {
+  uint64_t bits = 0;
+  memcpy(&bits, at, size);
+  return bits;
+}
+
+static inline int64_t elements_to(int64_t index, int64_t row, int64_t stride) {
+  return stride ? index / row * stride + index % row : index;
+}
+
+static uint64_t weight(uint64_t word, const uint64_t *columns) {
+  uint64_t z = (word / WIDTH + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+  return ((z ^ z >> 31) << 1) + columns[word % WIDTH];
+}
+
+static inline uint64_t weighed(const Run *run, int64_t index, const uint64_t *columns) {
+  uint64_t byte = (run->first + elements_to(index, run->row, run->stride)) * run->size;
+  return weight(byte >> 3, columns) << (8 * (byte & 7));
+}
+
+// Bits of a gap's remainder: the first k for which 2**k is more than half of the mean distance, less
+// a quarter.
+static int rice_bits(int64_t count, int64_t num) {
+  if (!count) return 0;
+  int64_t half = (2 * num - count) / (4 * count);
+  int k = 0;
+  while (k < 14 && half >> k) k++;
+  return k;
+}
+
+// -- writing -----------------------------------------------------------------------
+
+typedef struct {
+  uint8_t *at;
+  uint64_t bits;
+  int num;
+} Writer;
+
+static inline void put(Writer *out, uint64_t value, int num) {
+  out->bits |= value << out->num;
+  out->num += num;
+  while (out->num >= 8) {
+    *out->at++ = (uint8_t)out->bits;
+    out->bits >>= 8;
+    out->num -= 8;
+  }
+}
+
+static inline void put_unary(Writer *out, int64_t quotient) {
+  for (; quotient >= 24; quotient -= 24) put(out, 0, 24);
+  put(out, (uint64_t)1 << quotient, (int)quotient + 1);
+}
+
+static void flush(Writer *out) {
+  if (out->num) put(out, 0, 8 - out->num);
+}
+
+typedef struct {
+  uint16_t at[BLOCK];
+  uint8_t code[BLOCK];  // of a step of one: whether it is down
+  uint64_t given[BLOCK];
+  int64_t num, num_given;
+} List;
+
+static int64_t unary_bits(const List *list, int k) {
+  int64_t bits = list->num, before = -1;
+  for (int64_t i = 0; i < list->num; i++) {
+    bits += (list->at[i] - before - 1) >> k;
+    before = list->at[i];
+  }
+  return bits;
+}
+
+static void put_remainders(Writer *out, const List *list, int k) {
+  int64_t before = -1;
+  for (int64_t i = 0; k && i < list->num; i++) {
+    put(out, (list->at[i] - before - 1) & (((int64_t)1 << k) - 1), k);
+    before = list->at[i];
+  }
+}
+
+static void put_quotients(Writer *out, const List *list, int k) {
+  int64_t before = -1;
+  for (int64_t i = 0; i < list->num; i++) {
+    put_unary(out, (list->at[i] - before - 1) >> k);
+    before = list->at[i];
+  }
+}
+
+typedef struct {
+  const Run *run;
+  const uint64_t *columns;
+  uint64_t *sum, *old_sum, listed;
+  int64_t num_changes;
+  List near, far;
+} Coder;
+
+static inline void note(Coder *coder, int64_t begin, int64_t in, uint64_t old, uint64_t new, int size) {
+  int shift = 64 - 8 * size;
+  int64_t step = (int64_t)((new - old) << shift) >> shift;
+  uint64_t own = weighed(coder->run, begin + in, coder->columns);
+  *coder->sum += own * (new - old);
+  coder->listed += own * old;
+  coder->num_changes++;
+  if (step == 1 || step == -1) {
+    List *near = &coder->near;
+    near->at[near->num] = (uint16_t)in;
+    near->code[near->num++] = step < 0;
+    return;
+  }
+  List *far = &coder->far;
+  far->at[far->num] = (uint16_t)in;
+  if (step >= -MAX_STEP && step <= MAX_STEP) {
+    far->code[far->num++] = (uint8_t)(step > 0 ? step - 2 : 6 - step);
+  } else {
+    far->code[far->num++] = LITERAL;
+    far->given[far->num_given++] = new;
+  }
+}
+
+static inline void compare(Coder *coder, const uint8_t *old, const uint8_t *new, int64_t begin,
+                           int64_t num, int size) {
+  int64_t per_piece = 64 / size, in = 0;
+  for (; in + per_piece <= num; in += per_piece) {
+    uint64_t one[8], other[8], differ = 0;
+    memcpy(one, old + in * size, 64);
+    memcpy(other, new + in * size, 64);
+    for (int i = 0; i < 8; i++) differ |= one[i] ^ other[i];
+    if (!differ) continue;
+    for (int64_t i = in; i < in + per_piece; i++) {
+      uint64_t a = load(old + i * size, size), b = load(new + i * size, size);
+      if (a != b) note(coder, begin, i, a, b, size);
+    }
+  }
+  for (; in < num; in++) {
+    uint64_t a = load(old + in * size, size), b = load(new + in * size, size);
+    if (a != b) note(coder, begin, in, a, b, size);
+  }
+}
+
+static uint64_t header(uint64_t near, uint64_t far, uint64_t given, uint64_t words) {
+  return near | far << 16 | given << 32 | words << 48;
+}
+
+// Code a block; return the end of its body.
+static uint8_t *encode_block(Coder *coder, const uint8_t *old, const uint8_t *new, int64_t begin,
+                             int64_t num, uint64_t *head, uint8_t *body) {
+  List *near = &coder->near, *far = &coder->far;
+  const Run *run = coder->run;
+  near->num = far->num = far->num_given = 0;
+  coder->listed = 0;
+  switch (run->size) {
+    case 1: compare(coder, old, new, begin, num, 1); break;
+    case 2: compare(coder, old, new, begin, num, 2); break;
+    case 4: compare(coder, old, new, begin, num, 4); break;
+    default: compare(coder, old, new, begin, num, 8);
+  }
+  if (!near->num && !far->num) {
+    *head = 0;
+    return body;
+  }
+  int near_bits = rice_bits(near->num, num), far_bits = rice_bits(far->num, num);
+  int64_t bits = near->num * (near_bits + 1) + far->num * (far_bits + 4) +
+                 unary_bits(near, near_bits) + unary_bits(far, far_bits);
+  int64_t words = ((bits + 7) / 8 + far->num_given * run->size + 3) / 4;
+  int64_t raw_words = (num * run->size + 3) / 4;
+  memset(body, 0, 4 * (words < raw_words ? words : raw_words));
+  if (words >= raw_words) {
+    memcpy(body, new, num * run->size);
+    *head = header(RAW, 0, 0, raw_words);
+    for (int64_t in = 0; in < num; in++)
+      *coder->old_sum += weighed(run, begin + in, coder->columns) * load(old + in * run->size, run->size);
+    return body + 4 * raw_words;
+  }
+  *coder->old_sum += coder->listed;
+  *head = header(near->num, far->num, far->num_given, words);
+  Writer out = {body, 0, 0};
+  put_remainders(&out, near, near_bits);
+  for (int64_t i = 0; i < near->num; i++) put(&out, near->code[i], 1);
+  put_remainders(&out, far, far_bits);
+  for (int64_t i = 0; i < far->num; i++) put(&out, far->code[i], 4);
+  put_quotients(&out, near, near_bits);
+  put_quotients(&out, far, far_bits);
+  flush(&out);
+  for (int64_t i = 0; i < far->num_given; i++, out.at += run->size)
+    memcpy(out.at, &far->given[i], run->size);
+  return body + 4 * words;
+}
+
+// Code two payloads of runs; return the bytes that are used of `out`, which has room for all.
+int64_t weft_encode(const uint8_t *old, const uint8_t *new, const Run *runs, int64_t num_runs,
+                    const uint64_t *columns, uint8_t *out, uint64_t *sums, int64_t *num_changes,
+                    void *scratch) {
+  Coder *coder = scratch;
+  uint64_t *old_sums = (uint64_t *)out, *heads = old_sums + num_runs;
+  int64_t num_blocks = 0;
+  for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
+  uint8_t *body = (uint8_t *)(heads + num_blocks);
+  coder->columns = columns;
+  coder->num_changes = 0;
+  for (int64_t i = 0; i < num_runs; i++) {
+    const Run *run = &runs[i];
+    coder->run = run;
+    coder->sum = &sums[i];
+    coder->old_sum = &old_sums[i];
+    sums[i] = old_sums[i] = 0;
+    for (int64_t begin = 0; begin < run->num; begin += BLOCK) {
+      int64_t num = run->num - begin < BLOCK ? run->num - begin : BLOCK;
+      int64_t at = run->at + begin * run->size;
+      body = encode_block(coder, old + at, new + at, begin, num, heads++, body);
+    }
+  }
+  *num_changes = coder->num_changes;
+  return body - out;
+}
+
+int64_t weft_scratch_bytes(void) { return sizeof(Coder); }
+
+// -- reading -----------------------------------------------------------------------
+
+typedef struct {
+  const uint8_t *body;
+  int64_t at, end;  // in bits
+} Reader;
+
+static inline uint64_t get(Reader *in, int num) {
+  uint64_t word = 0;
+  int64_t byte = in->at >> 3, left = (in->end >> 3) - byte;
+  memcpy(&word, in->body + byte, left < 8 ? left : 8);
+  word = word >> (in->at & 7) & (((uint64_t)1 << num) - 1);
+  in->at += num;
+  return word;
+}
+
+// Read a quotient; -1 where none ends before the body does.
+static inline int64_t get_unary(Reader *in) {
+  int64_t begin = in->at;
+  while (in->at < in->end) {
+    uint64_t word = 0;
+    int64_t byte = in->at >> 3, left = (in->end >> 3) - byte;
+    int valid = (int)((left < 8 ? left : 8) * 8 - (in->at & 7));
+    memcpy(&word, in->body + byte, left < 8 ? left : 8);
+    word >>= in->at & 7;
+    if (word) {
+      in->at += __builtin_ctzll(word) + 1;
+      return in->at - begin - 1;
+    }
+    in->at += valid;
+  }
+  return -1;
+}
+
+// Read the places of a list's entries, whose remainders and quotients lie apart.
+static int get_places(Reader *remainders, Reader *quotients, int64_t count, int k, int64_t num,
+                      uint16_t *places) {
+  int64_t at = -1;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t quotient = get_unary(quotients);
+    if (quotient < 0) return NO_END;
+    at += (quotient << k) + (int64_t)(k ? get(remainders, k) : 0) + 1;
+    if (at >= num) return OUTSIDE;
+    places[i] = (uint16_t)at;
+  }
+  return FINE;
+}
+
+typedef struct {
+  uint16_t near[BLOCK], far[BLOCK];
+  uint64_t seen[BLOCK / 64];
+} Places;
+
+typedef struct {
+  const Run *run;
+  uint8_t *data;
+  const uint64_t *columns;
+  uint64_t sum;
+  int writes;
+} Target;
+
+static inline void change(Target *to, int64_t index, int is_given, uint64_t value) {
+  const Run *run = to->run;
+  uint8_t *at = to->data + run->at + elements_to(index, run->place_row, run->place_stride) * run->size;
+  uint64_t old = load(at, (int)run->size);
+  if (!to->writes) {
+    to->sum += weighed(run, index, to->columns) * old;
+  } else {
+    if (!is_given) value += old;
+    memcpy(at, &value, run->size);
+  }
+}
+
+static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t begin, int64_t num,
+                        Places *places) {
+  int64_t near = head & 0xFFFF, far = head >> 16 & 0xFFFF, given = head >> 32 & 0xFFFF;
+  int64_t words = head >> 48, size = to->run->size;
+  if (near == RAW) {
+    for (int64_t in = 0; in < num; in++) change(to, begin + in, 1, load(body + in * size, (int)size));
+    return FINE;
+  }
+  int near_bits = rice_bits(near, num), far_bits = rice_bits(far, num);
+  int64_t signs = near * near_bits, remainders = signs + near;
+  int64_t codes = remainders + far * far_bits, quotients = codes + 4 * far;
+  if (quotients > 32 * words) return BLOCK_LENGTH;
+  Reader in = {body, 0, 32 * words}, marks = {body, quotients, 32 * words};
+  int wrong = get_places(&in, &marks, near, near_bits, num, places->near);
+  if (wrong) return wrong;
+  in.at = remainders;
+  if ((wrong = get_places(&in, &marks, far, far_bits, num, places->far))) return wrong;
+  int64_t rest = (marks.at + 7) / 8;
+  if ((rest + given * size + 3) / 4 != words) return BLOCK_LENGTH;
+  if (!to->writes && near && far) {
+    memset(places->seen, 0, sizeof places->seen);
+    for (int64_t i = 0; i < near; i++) places->seen[places->near[i] >> 6] |= (uint64_t)1 << (places->near[i] & 63);
+    for (int64_t i = 0; i < far; i++)
+      if (places->seen[places->far[i] >> 6] >> (places->far[i] & 63) & 1) return TWICE;
+  }
+  in.at = signs;
+  for (int64_t i = 0; i < near; i++)
+    change(to, begin + places->near[i], 0, get(&in, 1) ? (uint64_t)-1 : 1);
+  in.at = codes;
+  for (int64_t i = 0; i < far; i++) {
+    uint64_t code = get(&in, 4);
+    if (code == 15) return NO_STEP;
+    if (code == LITERAL) {
+      if (!given--) return GIVEN;
+      change(to, begin + places->far[i], 1, load(body + rest, (int)size));
+      rest += size;
+    } else {
+      change(to, begin + places->far[i], 0, code < LITERAL ? code + 2 : 6 - code);
+    }
+  }
+  return given ? GIVEN : FINE;
+}
+
+// Read a payload against memory that holds the old elements, and overwrite them if `writes`: only
+// after it was read. Returns what is wrong, with the run in `*wrong_run`.
+int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64_t num_runs,
+               const uint64_t *columns, uint8_t *data, int writes, int64_t *wrong_run, void *scratch) {
+  int64_t num_blocks = 0, nth = 0;
+  for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
+  int64_t head_bytes = 8 * (num_runs + num_blocks), num_words = 0;
+  *wrong_run = 0;
+  if (num_bytes < head_bytes || num_bytes % 256) return TOO_SHORT;
+  const uint8_t *heads = payload + 8 * num_runs, *body = payload + head_bytes;
+  for (int64_t i = 0; i < num_runs; i++)
+    for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
+      uint64_t head = load(heads + 8 * nth, 8);
+      int64_t num = runs[i].num - begin < BLOCK ? runs[i].num - begin : BLOCK;
+      int64_t near = head & 0xFFFF, far = head >> 16 & 0xFFFF, given = head >> 32 & 0xFFFF;
+      int64_t words = head >> 48;
+      int fits = near == RAW ? words == (num * runs[i].size + 3) / 4 && !far && !given
+                             : near + far <= num && given <= far && (near + far || !words);
+      if (!fits) return NUMBERS;
+      num_words += words;
+    }
+  if (num_bytes != (head_bytes + 4 * num_words + 255) / 256 * 256) return LENGTH;
+  nth = 0;
+  for (int64_t i = 0; i < num_runs; i++) {
+    Target to = {&runs[i], data, columns, 0, writes};
+    *wrong_run = i;
+    for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
+      uint64_t head = load(heads + 8 * nth, 8);
+      if (!head) continue;
+      int64_t num = runs[i].num - begin < BLOCK ? runs[i].num - begin : BLOCK;
+      int wrong = decode_block(&to, body, head, begin, num, scratch);
+      if (wrong) return wrong;
+      body += 4 * (head >> 48);
+    }
+    if (!writes && to.sum != load(payload + 8 * i, 8)) return OTHER;
+  }
+  return FINE;
+}

@@ -1,0 +1,175 @@
+"""Coding of changed elements on the host's processor, in C; ``change_coding`` specifies it.
+
+Operations of torch read and write memory a hundred times for each change: a delta of a hundredth
+of a model would take as long as all of it over 3 Gbit/s. ``changes.c`` is compiled by the machine's
+C compiler once a process, as torch and Triton compile theirs; without one, torch serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from weft_rl.contract.manifest import Run, align_up
+from weft_rl.transport.digests.weights import HOST, column_weights
+from weft_rl.transport.wire.change_coding import (
+    EncodedChanges,
+    RunPlace,
+    malformed,
+    max_changes_bytes,
+    not_the_base,
+    packed_places,
+)
+
+_log = logging.getLogger(__name__)
+
+_COMPILER: Final = ("cc", "-O3", "-shared", "-fPIC")
+_COMPILE_SECONDS = 60.0
+#: What ``changes.c`` finds wrong with a payload, by number.
+_WRONG: Final = (
+    "",
+    "it is too short",
+    "a block's numbers do not fit it",
+    "it has another length",
+    "a block has another length",
+    "a gap does not end",
+    "an element is none of its block",
+    "a step has no meaning",
+    "a block gives another number of elements",
+    "an element comes twice",
+)
+_OTHER_BASE: Final = len(_WRONG)
+_lock = threading.Lock()
+
+
+def works() -> bool:
+    """Return whether this process has the coder. Blocks for half a second the first time, while it
+    is compiled; a message says why not."""
+    with _lock:
+        return _library() is not None
+
+
+def warm() -> None:
+    """Compile the coder before a push waits for it; returns at once."""
+    threading.Thread(target=works, name="weft-warm-changes", daemon=True).start()
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    source = Path(__file__).with_name("changes.c")
+    try:
+        # In a folder of this process's own: nobody else can put another library there.
+        with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+            made = Path(folder) / "changes.so"
+            subprocess.run(
+                [*_COMPILER, "-o", str(made), str(source)],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_SECONDS,
+            )
+            library = ctypes.CDLL(str(made))
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "stderr", None) or error
+        _log.info("deltas are coded by torch, for there is no C compiler that works: %s", why)
+        return None
+    library.weft_encode.restype = library.weft_scratch_bytes.restype = ctypes.c_int64
+    return library
+
+
+def encode(
+    old: torch.Tensor, new: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]
+) -> EncodedChanges:
+    """Compare two versions of a bucket, and code what differs; see ``encode_changes``."""
+    library = _library()
+    assert library is not None, "it works"
+    # Each is named: what a pointer alone is left of is freed.
+    table, scratch = _table(runs, itemsizes, packed_places(runs, itemsizes)), _scratch(library)
+    payload = torch.empty(max_changes_bytes(runs, itemsizes), dtype=torch.uint8)
+    sums = torch.empty(len(runs), dtype=torch.int64)
+    num_changes = ctypes.c_int64()
+    used = library.weft_encode(
+        _at(old),
+        _at(new),
+        _at(table),
+        ctypes.c_int64(len(runs)),
+        _at(column_weights(HOST)),
+        _at(payload),
+        _at(sums),
+        ctypes.byref(num_changes),
+        _at(scratch),
+    )
+    found = torch.zeros(align_up(used), dtype=torch.uint8)
+    found[:used] = payload[:used]
+    return EncodedChanges(found, num_changes.value, [s % 2**64 for s in sums.tolist()])
+
+
+def apply(
+    payload: torch.Tensor,
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+    data: torch.Tensor,
+    places: Sequence[RunPlace],
+) -> None:
+    """Overwrite elements once all old ones were found to be there; see ``apply_changes``."""
+    library = _library()
+    assert library is not None, "it works"
+    for run, size, place in zip(runs, itemsizes, places, strict=True):
+        rows = (run.num_elements - 1) // place.row * (place.stride - place.row) * bool(place.stride)
+        end = place.at + (rows + run.num_elements) * size
+        assert 0 <= place.at <= end <= data.numel(), "a run lies beside its memory"
+    table, scratch = _table(runs, itemsizes, places), _scratch(library)
+    wrong_run = ctypes.c_int64()
+    for writes in (0, 1):
+        wrong = library.weft_apply(
+            _at(payload),
+            ctypes.c_int64(payload.numel()),
+            _at(table),
+            ctypes.c_int64(len(runs)),
+            _at(column_weights(HOST)),
+            _at(data),
+            ctypes.c_int(writes),
+            ctypes.byref(wrong_run),
+            _at(scratch),
+        )
+        if wrong == _OTHER_BASE:
+            raise not_the_base(runs[wrong_run.value])
+        if wrong:
+            raise malformed(_WRONG[wrong])
+
+
+def _table(
+    runs: Sequence[Run], itemsizes: Sequence[int], places: Sequence[RunPlace]
+) -> torch.Tensor:
+    """Return the runs as ``changes.c`` has them."""
+    rows = [
+        (
+            place.at,
+            run.num_elements,
+            size,
+            run.first,
+            run.count,
+            run.stride,
+            place.row,
+            place.stride,
+        )
+        for run, size, place in zip(runs, itemsizes, places, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _scratch(library: ctypes.CDLL) -> torch.Tensor:
+    return torch.empty(library.weft_scratch_bytes(), dtype=torch.uint8)
+
+
+def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
