@@ -1,8 +1,8 @@
 """Receiving of a delta: its changes are kept as they came, and used once all are here.
 
 So a bucket may come again, and a transfer may resume in another group. What is served, and what can
-be cloned, stays as it is until the commit. A replica that stages applies the changes to a copy of
-the base that it holds, in memory of its own, and digests the result whole, as bytes that came are.
+be cloned, stays as it is until the commit. A replica that stages copies the base that it holds to
+memory of its own, digests what it copies, and applies the changes there.
 One that loads in place reads them against the weights that it serves (``served_delta``).
 """
 
@@ -21,6 +21,7 @@ from rollout_side.memory.versions import (
     PartialTransfer,
     SendableVersion,
     ServedBase,
+    StagedVersion,
     bucket_starts,
 )
 from rollout_side.receive.incoming_buckets import (
@@ -29,9 +30,11 @@ from rollout_side.receive.incoming_buckets import (
     StagingTransfer,
     arrival_buffers,
 )
+from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import Run, SendPlan, check_coverage
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.transport.digests.wsum64 import part_digests
+from weft_rl.transport.digests.copies import copy_digesting
+from weft_rl.transport.digests.wsum64 import content_digest, part_digests
 from weft_rl.transport.wire.buckets import in_manifest_order, whole_parts
 from weft_rl.transport.wire.changes import RunPlace, apply_changes
 
@@ -100,7 +103,8 @@ class DeltaTransfer(StagingTransfer):
             super().drop()
 
     def _tensor_digests(self) -> list[int]:
-        """Copy the base, apply the changes to the copy, and return the digests of its tensors.
+        """Copy the base, digesting it, apply the changes to the copy, and return the digests of
+        what they make of it: those of the base, plus what is changed.
 
         Raises:
             InvalidManifestError: Runs do not cover every element once; names a place.
@@ -111,25 +115,35 @@ class DeltaTransfer(StagingTransfer):
         contents_of: dict[int, list[BucketContents]] = {}
         for wire, contents in zip(self.plan.buckets, partial.verified, strict=True):
             contents_of.setdefault(wire.bucket, []).append(contents)
-        found = []
+        found, added = [], [0] * len(manifest.tensors)
         for bucket, start in enumerate(bucket_starts(manifest)):
             self._report(bucket)
-            payload = self._base.payload(bucket, partial.segment.data[start:])
+            payload, digests = copy_bucket(self._base, bucket, partial.segment.data[start:])
+            found.append(digests)
             for contents in contents_of[bucket]:
-                self._apply(contents, payload)
-            found.append(part_digests(payload, whole_parts(manifest, bucket)))
-        return in_manifest_order(manifest, found)
+                for run, change in zip(contents.runs, self._apply(contents, payload), strict=True):
+                    added[run.tensor] += change
+        digests = in_manifest_order(manifest, found)
+        if content_digest(digests) != self.plan.delta_from:
+            raise DigestMismatchError(
+                f"the copy of {self._base.version} here has the digest "
+                f"{content_digest(digests).hex()}, the delta changes "
+                f"{self.plan.delta_from.hex()}: the weights here are not those that it was made "
+                "from"
+            )
+        return [(digest + change) % 2**64 for digest, change in zip(digests, added, strict=True)]
 
     def _check_runs(self) -> None:
         """Refuse runs that do not cover every element once."""
         runs = [run for contents in self._partial.verified for run in contents.runs]
         check_coverage([slot.meta for slot in self.manifest.tensors], runs)
 
-    def _apply(self, contents: BucketContents, payload: torch.Tensor) -> None:
+    def _apply(self, contents: BucketContents, payload: torch.Tensor) -> list[int]:
         changes = _changes(contents)
         sizes = [self._itemsize(run) for run in contents.runs]
         places = [self._place(run) for run in contents.runs]
-        apply_changes(changes.to(payload.device), contents.runs, sizes, payload, places)
+        coded = changes.to(payload.device)
+        return apply_changes(coded, contents.runs, sizes, payload, places)
 
     def _itemsize(self, run: Run) -> int:
         return self.manifest.tensors[run.tensor].meta.dtype.itemsize_bytes
@@ -159,6 +173,25 @@ class ServedDeltaTransfer(DeltaTransfer):
             )
             self._store.put_staged(replace(staged, received=partial))
             return staged.content_digest
+
+
+def copy_bucket(
+    base: SendableVersion, bucket: int, out: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """Copy a bucket's payload, and digest its tensors: in one reading, of a copy on the host.
+
+    Returns:
+        The payload, a view of ``out``; the digests.
+    """
+    parts = whole_parts(base.manifest, bucket)
+    if isinstance(base, StagedVersion) and not out.is_cuda and base.segment.data.is_cpu:
+        begin = bucket_starts(base.manifest)[bucket]
+        size = base.manifest.buckets[bucket].payload_bytes
+        payload = out[:size]
+        source = base.segment.data[begin : begin + size]
+        return payload, copy_digesting(source, parts, payload)
+    payload = base.payload(bucket, out)
+    return payload, part_digests(payload, parts)
 
 
 def _changes(contents: BucketContents) -> torch.Tensor:

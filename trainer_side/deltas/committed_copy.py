@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer_side.packing.packer import PackedBucket, PackedLayout
+from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
 from weft_rl.transport.wire.changes import EncodedChanges, apply_changes, packed_places
 
 #: Memory left to the training on an accelerator; else the copy lies in the host's.
@@ -32,6 +32,7 @@ class CommittedCopy:
         self.packing = packing
         self.content_digest = b""
         self._num_put = 0
+        self._packer: Packer | None = None
         #: For each tensor, the sum of its runs' digests here.
         self.totals: list[int] = []
         wires = [packing.plan.buckets[i] for i in packing.plan.sent_by(packing.sender)]
@@ -52,6 +53,12 @@ class CommittedCopy:
     def is_valid(self) -> bool:
         """True if it is of a version."""
         return bool(self.content_digest)
+
+    def packer(self, device: torch.device) -> Packer:
+        """Return a packer, kept with the copy, for what must be packed to be compared with it."""
+        if self._packer is None:
+            self._packer = Packer(self.packing, device=device, most_buffers=1)
+        return self._packer
 
     def payload(self, nth: int) -> torch.Tensor:
         """Return the payload of a bucket of this rank, uint8: the copy itself."""

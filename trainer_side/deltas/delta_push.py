@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer_side.deltas.committed_copy import CommittedCopy
-from trainer_side.packing.packer import PackedLayout, Packer, check_finite
+from trainer_side.packing.packer import PackedLayout, check_finite, resident
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
-from weft_rl.contract.manifest import WireBucket, make_send_plan
-from weft_rl.transport.wire.changes import EncodedChanges, encode_changes
+from trainer_side.sources.source import torch_dtypes
+from weft_rl.contract.manifest import Run, WireBucket, make_send_plan
+from weft_rl.transport.wire.changes import EncodedChanges, compares_in_place, encode_changes
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,31 @@ def compare(
     """
     began, packing = time.monotonic(), push.packing
     assert packing.runs is not None
-    packer = Packer(packing, device=device, most_buffers=1)
+    in_place = compares_in_place(device) and not finite
     coded = []
     for nth, runs in enumerate(packing.runs):
         going_on()
-        payload, slots = packer.read(nth, push)
-        if finite:
-            check_finite(payload, slots)
         old = copy.payload(nth).to(device, non_blocking=True)
-        coded.append(encode_changes(old, payload, runs, packing.itemsizes(runs)))
+        new: torch.Tensor | Sequence[torch.Tensor] | None = None
+        if in_place:
+            new = _lying(push, runs)
+        if new is None:
+            new, slots = copy.packer(device).read(nth, push)
+            if finite:
+                check_finite(new, slots)
+        coded.append(encode_changes(old, new, runs, packing.itemsizes(runs)))
     push.end_packing()
     return RankChanges(coded, time.monotonic() - began)
+
+
+def _lying(push: RankPush, runs: Sequence[Run]) -> list[torch.Tensor] | None:
+    """Return a bucket's elements where they lie, if all do as they travel; else None."""
+    tensors = push.packing.manifest.tensors
+    dtypes = torch_dtypes([tensors[run.tensor].meta for run in runs])
+    found = resident(push.by_reference(runs), dtypes)
+    if found is None or not all(each.is_cpu and each.is_contiguous() for each in found):
+        return None
+    return found
 
 
 def delta_packing(dense: PackedLayout, base: bytes, sizes: Sequence[int]) -> PackedLayout:

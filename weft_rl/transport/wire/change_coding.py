@@ -139,7 +139,7 @@ def apply_changes(
     itemsizes: Sequence[int],
     data: torch.Tensor,
     places: Sequence[RunPlace],
-) -> None:
+) -> list[int]:
     """Overwrite elements with their new values, once all old ones were found to be there.
 
     Args:
@@ -147,11 +147,14 @@ def apply_changes(
         data: uint8, 1-D, contiguous: memory that holds the old elements. Written.
         places: Place of each run there.
 
+    Returns:
+        Number that the digest of each run changes by, modulo 2**64.
+
     Raises:
         DigestMismatchError: The payload is malformed, or other elements are there than were
             changed; nothing was written.
     """
-    to_write = []
+    to_write, sums = [], []
     for run, size, place, own in zip(
         runs, itemsizes, places, decode_changes(payload, runs, itemsizes), strict=True
     ):
@@ -163,9 +166,12 @@ def apply_changes(
         old = memory[at]
         if run_sum(run, own.positions, old, size) != own.old_sum:
             raise not_the_base(run)
-        to_write.append((memory, at, own.new_values(old)))
+        new = own.new_values(old)
+        sums.append((run_sum(run, own.positions, new, size) - own.old_sum) % 2**64)
+        to_write.append((memory, at, new))
     for memory, at, values in to_write:
         memory[at] = values
+    return sums
 
 
 def not_the_base(run: Run) -> DigestMismatchError:

@@ -14,6 +14,7 @@
 
 typedef struct {
   int64_t at;       // first byte of its elements in the memory that is read or written
+  int64_t new_at;   // address of its new elements, to be compared
   int64_t num;      // elements
   int64_t size;     // bytes of an element
   int64_t first;    // first element in its tensor
@@ -217,10 +218,9 @@ static uint8_t *encode_block(Coder *coder, const uint8_t *old, const uint8_t *ne
   return body + 4 * words;
 }
 
-// Code two payloads of runs; return the bytes that are used of `out`, which has room for all.
-int64_t weft_encode(const uint8_t *old, const uint8_t *new, const Run *runs, int64_t num_runs,
-                    const uint64_t *columns, uint8_t *out, uint64_t *sums, int64_t *num_changes,
-                    void *scratch) {
+// Code a payload of runs and what they are now; return the bytes that are used of `out`, which has room for all.
+int64_t weft_encode(const uint8_t *old, const Run *runs, int64_t num_runs, uint64_t *columns,
+                    uint8_t *out, uint64_t *sums, int64_t *num_changes, void *scratch) {
   Coder *coder = scratch;
   uint64_t *old_sums = (uint64_t *)out, *heads = old_sums + num_runs;
   int64_t num_blocks = 0;
@@ -236,8 +236,9 @@ int64_t weft_encode(const uint8_t *old, const uint8_t *new, const Run *runs, int
     sums[i] = old_sums[i] = 0;
     for (int64_t begin = 0; begin < run->num; begin += BLOCK) {
       int64_t num = run->num - begin < BLOCK ? run->num - begin : BLOCK;
-      int64_t at = run->at + begin * run->size;
-      body = encode_block(coder, old + at, new + at, begin, num, heads++, body);
+      const uint8_t *new = (const uint8_t *)(intptr_t)run->new_at;
+      int64_t at = begin * run->size;
+      body = encode_block(coder, old + run->at + at, new + at, begin, num, heads++, body);
     }
   }
   *num_changes = coder->num_changes;
@@ -303,7 +304,7 @@ typedef struct {
   const Run *run;
   uint8_t *data;
   const uint64_t *columns;
-  uint64_t sum;
+  uint64_t sum, change;
   int writes;
 } Target;
 
@@ -311,10 +312,12 @@ static inline void change(Target *to, int64_t index, int is_given, uint64_t valu
   const Run *run = to->run;
   uint8_t *at = to->data + run->at + elements_to(index, run->place_row, run->place_stride) * run->size;
   uint64_t old = load(at, (int)run->size);
+  if (!is_given) value = (value + old) & (run->size < 8 ? ((uint64_t)1 << 8 * run->size) - 1 : ~(uint64_t)0);
   if (!to->writes) {
-    to->sum += weighed(run, index, to->columns) * old;
+    uint64_t own = weighed(run, index, to->columns);
+    to->sum += own * old;
+    to->change += own * (value - old);
   } else {
-    if (!is_given) value += old;
     memcpy(at, &value, run->size);
   }
 }
@@ -363,9 +366,11 @@ static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t 
 }
 
 // Read a payload against memory that holds the old elements, and overwrite them if `writes`: only
-// after it was read. Returns what is wrong, with the run in `*wrong_run`.
+// after it was read. Tells what each run's digest changes by. Returns what is wrong, with the run in
+// `*wrong_run`.
 int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64_t num_runs,
-               const uint64_t *columns, uint8_t *data, int writes, int64_t *wrong_run, void *scratch) {
+               const uint64_t *columns, uint8_t *data, int writes, uint64_t *changes,
+               int64_t *wrong_run, void *scratch) {
   int64_t num_blocks = 0, nth = 0;
   for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
   int64_t head_bytes = 8 * (num_runs + num_blocks), num_words = 0;
@@ -386,7 +391,7 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
   if (num_bytes != (head_bytes + 4 * num_words + 255) / 256 * 256) return LENGTH;
   nth = 0;
   for (int64_t i = 0; i < num_runs; i++) {
-    Target to = {&runs[i], data, columns, 0, writes};
+    Target to = {&runs[i], data, columns, 0, 0, writes};
     *wrong_run = i;
     for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
       uint64_t head = load(heads + 8 * nth, 8);
@@ -396,7 +401,9 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
       if (wrong) return wrong;
       body += 4 * (head >> 48);
     }
-    if (!writes && to.sum != load(payload + 8 * i, 8)) return OTHER;
+    if (writes) continue;
+    if (to.sum != load(payload + 8 * i, 8)) return OTHER;
+    changes[i] = to.change;
   }
   return FINE;
 }

@@ -25,6 +25,7 @@ __all__ = [
     "EncodedChanges",
     "RunPlace",
     "apply_changes",
+    "compares_in_place",
     "decode_changes",
     "encode_changes",
     "packed_places",
@@ -39,18 +40,29 @@ def warm() -> None:
 
 
 def encode_changes(
-    old: torch.Tensor, new: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]
+    old: torch.Tensor,
+    new: torch.Tensor | Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
 ) -> EncodedChanges:
     """Compare two versions of a bucket, and code what differs. Blocks for one reading of both.
 
     Args:
-        old, new: Payloads of all elements of these runs: uint8, 1-D, contiguous, on one device.
+        old: Payload of all elements of these runs: uint8, 1-D, contiguous.
+        new: The same, on the same device; or the elements of each run where they lie, contiguous
+            in the order of the run (``compares_in_place``).
         runs: Runs that lie in them.
         itemsizes: Bytes of an element of each run.
     """
-    if old.device.type == "cpu" and host_changes.works():
+    if compares_in_place(old.device):
         return host_changes.encode(old, new, runs, itemsizes)
+    assert isinstance(new, torch.Tensor), "it is packed where it is not compared in place"
     return change_coding.encode_changes(old, new, runs, itemsizes)
+
+
+def compares_in_place(device: torch.device) -> bool:
+    """Return whether new elements on a device need not be packed to be compared."""
+    return device.type == "cpu" and host_changes.works()
 
 
 def apply_changes(
@@ -59,7 +71,7 @@ def apply_changes(
     itemsizes: Sequence[int],
     data: torch.Tensor,
     places: Sequence[RunPlace],
-) -> None:
+) -> list[int]:
     """Overwrite elements with their new values, once all old ones were found to be there. Blocks.
 
     Args:
@@ -67,11 +79,13 @@ def apply_changes(
         data: uint8, 1-D, contiguous: memory that holds the old elements. Written.
         places: Place of each run there.
 
+    Returns:
+        Number that the digest of each run changes by, modulo 2**64.
+
     Raises:
         DigestMismatchError: The payload is malformed, or other elements are there than were
             changed; nothing was written.
     """
     if data.device.type == "cpu" and host_changes.works():
-        host_changes.apply(payload, runs, itemsizes, data, places)
-    else:
-        change_coding.apply_changes(payload, runs, itemsizes, data, places)
+        return host_changes.apply(payload, runs, itemsizes, data, places)
+    return change_coding.apply_changes(payload, runs, itemsizes, data, places)

@@ -87,19 +87,26 @@ def _library() -> ctypes.CDLL | None:
 
 
 def encode(
-    old: torch.Tensor, new: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]
+    old: torch.Tensor,
+    new: torch.Tensor | Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
 ) -> EncodedChanges:
     """Compare two versions of a bucket, and code what differs; see ``encode_changes``."""
     library = _library()
     assert library is not None, "it works"
     # Each is named: what a pointer alone is left of is freed.
-    table, scratch = _table(runs, itemsizes, packed_places(runs, itemsizes)), _scratch(library)
+    places, scratch = packed_places(runs, itemsizes), _scratch(library)
+    if isinstance(new, torch.Tensor):
+        addresses = [new.data_ptr() + place.at for place in places]
+    else:
+        addresses = [tensor.data_ptr() for tensor in new]
+    table = _table(runs, itemsizes, places, addresses)
     payload = torch.empty(max_changes_bytes(runs, itemsizes), dtype=torch.uint8)
     sums = torch.empty(len(runs), dtype=torch.int64)
     num_changes = ctypes.c_int64()
     used = library.weft_encode(
         _at(old),
-        _at(new),
         _at(table),
         ctypes.c_int64(len(runs)),
         _at(column_weights(HOST)),
@@ -119,7 +126,7 @@ def apply(
     itemsizes: Sequence[int],
     data: torch.Tensor,
     places: Sequence[RunPlace],
-) -> None:
+) -> list[int]:
     """Overwrite elements once all old ones were found to be there; see ``apply_changes``."""
     library = _library()
     assert library is not None, "it works"
@@ -127,8 +134,8 @@ def apply(
         rows = (run.num_elements - 1) // place.row * (place.stride - place.row) * bool(place.stride)
         end = place.at + (rows + run.num_elements) * size
         assert 0 <= place.at <= end <= data.numel(), "a run lies beside its memory"
-    table, scratch = _table(runs, itemsizes, places), _scratch(library)
-    wrong_run = ctypes.c_int64()
+    table, scratch = _table(runs, itemsizes, places, [0] * len(runs)), _scratch(library)
+    changes, wrong_run = torch.empty(len(runs), dtype=torch.int64), ctypes.c_int64()
     for writes in (0, 1):
         wrong = library.weft_apply(
             _at(payload),
@@ -138,6 +145,7 @@ def apply(
             _at(column_weights(HOST)),
             _at(data),
             ctypes.c_int(writes),
+            _at(changes),
             ctypes.byref(wrong_run),
             _at(scratch),
         )
@@ -145,24 +153,23 @@ def apply(
             raise not_the_base(runs[wrong_run.value])
         if wrong:
             raise malformed(_WRONG[wrong])
+    return [change % 2**64 for change in changes.tolist()]
 
 
 def _table(
-    runs: Sequence[Run], itemsizes: Sequence[int], places: Sequence[RunPlace]
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+    places: Sequence[RunPlace],
+    addresses: Sequence[int],
 ) -> torch.Tensor:
     """Return the runs as ``changes.c`` has them."""
+    shapes = [
+        (run.num_elements, size, run.first, run.count, run.stride)
+        for run, size in zip(runs, itemsizes, strict=True)
+    ]
     rows = [
-        (
-            place.at,
-            run.num_elements,
-            size,
-            run.first,
-            run.count,
-            run.stride,
-            place.row,
-            place.stride,
-        )
-        for run, size, place in zip(runs, itemsizes, places, strict=True)
+        (place.at, address, *shape, place.row, place.stride)
+        for shape, place, address in zip(shapes, places, addresses, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int64)
 

@@ -295,16 +295,17 @@ def test_a_copy_that_changed_where_the_delta_changes_it_is_refused() -> None:
     assert replica.is_as_before
 
 
-def test_a_copy_that_changed_elsewhere_makes_another_digest() -> None:
-    """It is read whole, so that the coordinator finds the replica to differ from the sender."""
+def test_a_copy_that_changed_elsewhere_is_refused() -> None:
+    """It is digested whole as it is copied."""
     old = values(1)
     replica = Replica(old)
     made = delta(replica.manifest, old, changed(old), whole)
     (tensor,) = [t for name, t in replica.held.tensors() if name == "t.1.w"]
     tensor.view(torch.int32)[50] ^= 1
-    transfer = replica.prepared(made.plan)
-    replica.receive(transfer, made.wires)
-    assert transfer.finish(lambda: None) != digest_of(changed(old))
+    with pytest.raises(DigestMismatchError, match="the copy of base@1 here has the digest"):
+        _receive_all(replica, made)
+    tensor.view(torch.int32)[50] ^= 1
+    assert replica.is_as_before
 
 
 def test_a_run_that_is_lost_or_comes_twice_is_refused() -> None:

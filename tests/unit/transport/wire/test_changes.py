@@ -115,8 +115,14 @@ def test_every_way_of_coding_makes_the_same_payload(pair: Pair) -> None:
     assert one[1:] == other[1:]
     for apply in (change_coding.apply_changes, host_changes.apply):
         data = pair.old.clone()
-        apply(one.payload, pair.runs, pair.sizes, data, pair.places)
+        assert apply(one.payload, pair.runs, pair.sizes, data, pair.places) == one.sums
         assert data.equal(pair.new)
+    where_they_lie = [
+        elements(pair.new, *each) for each in zip(pair.places, pair.runs, pair.sizes, strict=True)
+    ]
+    assert host_changes.encode(pair.old, where_they_lie, pair.runs, pair.sizes).payload.equal(
+        one.payload
+    )
 
 
 @settings(max_examples=60, deadline=None)
