@@ -1,0 +1,680 @@
+"""Kernels that code the changed elements of a bucket on a GPU, and apply them.
+
+Written in CUDA C++ and compiled at run time. ``changes`` has the same in torch, which is the
+specification of the bytes; where no kernel can be compiled a warning says so.
+
+Source: docs/protocol.md, A bucket of changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from weft_rl.contract.manifest import ALIGN_BYTES, Run, align_up
+
+_log = logging.getLogger(__name__)
+
+#: Elements of a block.
+BLOCK: Final = 16384
+#: Threads of a program: they encode one block, or each warp decodes one.
+_THREADS: Final = 256
+_WARPS: Final = _THREADS // 32
+_HEADER_BYTES: Final = 8
+_SUM_BYTES: Final = 8
+#: Set in the environment, every launch is waited for, and results are checked for sense.
+_CHECKS: Final = "WEFT_CHECK_KERNELS" in os.environ
+
+_COMMON: Final = r"""
+typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32;
+typedef unsigned long long u64; typedef long long i64;
+#define ALL 0xffffffffu
+#define DEVICE __device__ __forceinline__
+const u32 BLOCK = 16384, THREADS = 256, WARPS = 8;
+
+// The tables that Python makes, 8 and 4 words a row.
+struct Run { i64 at, first_block, num, size, first, count, stride, unused; };
+struct Place { i64 at, count, stride, unused; };
+
+DEVICE u32 lower(u32 a, u32 b) { return a < b ? a : b; }
+DEVICE u32 higher(u32 a, u32 b) { return a > b ? a : b; }
+
+// Remainder bits of the gaps between `count` places among `length`.
+DEVICE u32 gap_bits(u32 count, u32 length) {
+  u32 k = 0;
+  while (count && ((u64)count << (k + 1)) <= length) k++;
+  return k;
+}
+
+// Place of the p-th element of rows of `count`, relative to the first.
+DEVICE u64 spread(u64 p, u64 num, u64 count, u64 stride) {
+  if (count >= num) return p;
+  if (!(num >> 32)) {
+    const u32 row = (u32)p / (u32)count;
+    return row * stride + ((u32)p - row * (u32)count);
+  }
+  const u64 row = p / count;
+  return row * stride + (p - row * count);
+}
+
+DEVICE u64 split_mix(u64 n) {
+  u64 z = (n + 1) * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+// Weighed sums of the changed elements that one thread has seen.
+struct Sums {
+  u64 row, by_row, old_sum, change_sum;
+  DEVICE void clear() { row = ~0ull; by_row = old_sum = change_sum = 0; }
+  // `element` is the place in the tensor.
+  DEVICE void add(u64 element, u32 size, u64 before, u64 after) {
+    const u64 byte = element * size, word = byte >> 3;
+    const u32 shift = 8 * ((u32)byte & 7);
+    if (word >> 12 != row) { row = word >> 12; by_row = split_mix(row) << 1; }
+    const u64 weight = by_row + (split_mix((1ull << 32) + (word & 4095)) << 1) + 1;
+    old_sum += weight * (before << shift);
+    change_sum += weight * ((after - before) << shift);
+  }
+};
+
+template <int S> DEVICE u64 load(const u8* p);
+template <> DEVICE u64 load<1>(const u8* p) { return *p; }
+template <> DEVICE u64 load<2>(const u8* p) { return *(const u16*)p; }
+template <> DEVICE u64 load<4>(const u8* p) { return *(const u32*)p; }
+template <> DEVICE u64 load<8>(const u8* p) { return *(const u64*)p; }
+template <int S> DEVICE void store(u8* p, u64 v);
+template <> DEVICE void store<1>(u8* p, u64 v) { *p = (u8)v; }
+template <> DEVICE void store<2>(u8* p, u64 v) { *(u16*)p = (u16)v; }
+template <> DEVICE void store<4>(u8* p, u64 v) { *(u32*)p = (u32)v; }
+template <> DEVICE void store<8>(u8* p, u64 v) { *(u64*)p = v; }
+
+DEVICE u64 warp_sum(u64 v) {
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(ALL, v, o);
+  return v;
+}
+
+DEVICE u32 warp_scan(u32 v, u32 lane) {
+  for (int o = 1; o < 32; o <<= 1) {
+    const u32 below = __shfl_up_sync(ALL, v, o);
+    if (lane >= (u32)o) v += below;
+  }
+  return v;
+}
+"""
+
+_ENCODE: Final = r"""
+// Eight elements, each side of them read at once.
+template <int S> struct Unit { u32 w[2 * S]; };
+template <int S> DEVICE Unit<S> load_unit(const u8* p, u32 u) {
+  Unit<S> unit;
+  if (S == 1) {
+    const uint2 v = ((const uint2*)p)[u];
+    unit.w[0] = v.x; unit.w[1] = v.y;
+  } else {
+    #pragma unroll
+    for (int i = 0; i < S / 2; i++) {
+      const uint4 v = ((const uint4*)p)[u * (S / 2) + i];
+      unit.w[(4 * i) % (2 * S)] = v.x; unit.w[(4 * i + 1) % (2 * S)] = v.y;
+      unit.w[(4 * i + 2) % (2 * S)] = v.z; unit.w[(4 * i + 3) % (2 * S)] = v.w;
+    }
+  }
+  return unit;
+}
+
+// Which of eight elements changed, which of these by one step, which of these downwards.
+struct Masks { u32 changed, near, minus; };
+template <int S> DEVICE Masks compare(const Unit<S>& a, const Unit<S>& b) {
+  Masks m = {0, 0, 0};
+  u32 any = 0;
+  #pragma unroll
+  for (int i = 0; i < 2 * S; i++) any |= a.w[i] ^ b.w[i];
+  if (!any) return m;
+  #pragma unroll
+  for (int j = 0; j < 8; j++) {
+    bool changed, plus, minus;
+    if (S == 8) {
+      const int i = (2 * j) % (2 * S), k = (2 * j + 1) % (2 * S);
+      const u64 d = (b.w[i] | (u64)b.w[k] << 32) - (a.w[i] | (u64)a.w[k] << 32);
+      changed = d != 0; plus = d == 1; minus = d == ~0ull;
+    } else {
+      const u32 mask = S == 4 ? ~0u : (1u << (8 * S % 32)) - 1;
+      const int i = j * S / 4 % (2 * S), shift = 8 * S * j % 32;
+      const u32 d = ((b.w[i] >> shift) - (a.w[i] >> shift)) & mask;
+      changed = d != 0; plus = d == 1; minus = d == mask;
+    }
+    m.changed |= (u32)changed << j; m.near |= (u32)(plus | minus) << j; m.minus |= (u32)minus << j;
+  }
+  return m;
+}
+
+const u32 LITERAL = 7;
+template <int S> DEVICE u32 far_code(u64 before, u64 after) {
+  const i64 step = (i64)((after - before) << (64 - 8 * S)) >> (64 - 8 * S);
+  if (step >= 2 && step <= 8) return (u32)step - 2;
+  if (step <= -2 && step >= -8) return 8 + (u32)(-step) - 2;
+  return LITERAL;
+}
+
+// Writes bits that follow one another, though not without gaps; others may write in the same words.
+struct Writer {
+  u32* words; u32 at, now;
+  DEVICE void begin(u32* to) { words = to; at = 0; now = 0; }
+  DEVICE void end() { if (now) atomicOr(words + at, now); now = 0; }
+  DEVICE void put(u32 bit, u32 value, u32 width) {
+    if (bit >> 5 != at) { end(); at = bit >> 5; }
+    now |= value << (bit & 31);
+    if ((bit & 31) + width > 32) { end(); at++; now = value >> (32 - (bit & 31)); }
+  }
+};
+
+const u32 MAX_UNITS = 2112, MAX_BIT_WORDS = 4096;
+struct Shared {
+  u64 changed[MAX_UNITS / 8], near[MAX_UNITS / 8], minus[MAX_UNITS / 8];
+  u64 counts[WARPS], quotients[WARPS], old_sums[WARPS], change_sums[WARPS], base;
+  u32 near_ends[WARPS], far_ends[WARPS];
+  u32 bits[MAX_BIT_WORDS];
+};
+
+struct Output { u64* sums; u64* headers; i64* begins; u32* bodies; u64* counters; u64 capacity; };
+
+template <int S> DEVICE void encode_block(
+    const u8* olds, const u8* news, const Run& run, u32 which, u64 block, const Output& out,
+    Shared& s) {
+  const u32 t = threadIdx.x, lane = t & 31, warp = t >> 5;
+  const u64 p0 = (block - run.first_block) * BLOCK;
+  const u32 n = run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK;
+  // Units are aligned as memory is: the first may begin before the block. A "slot" counts from it.
+  const u64 start = run.at / S + p0;
+  const u32 head = (u32)start & 7;
+  olds += (start - head) * S; news += (start - head) * S;
+  const u32 units = (head + n + 7) >> 3, groups = (units + 7) >> 3;
+
+  // 1. Read both sides once.
+  const int IN_FLIGHT = S == 1 ? 8 : 8 / S;
+  u32 any = 0;
+  for (u32 u0 = t; u0 < units; u0 += THREADS * IN_FLIGHT) {
+    Unit<S> a[IN_FLIGHT], b[IN_FLIGHT];
+    #pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      const u32 u = lower(u0 + i * THREADS, units - 1);
+      a[i] = load_unit<S>(olds, u); b[i] = load_unit<S>(news, u);
+    }
+    #pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      const u32 u = u0 + i * THREADS;
+      if (u >= units) continue;
+      Masks m = compare<S>(a[i], b[i]);
+      u32 own = 0xff;
+      if (u == 0) own &= 0xff << head;
+      if (8 * u + 8 > head + n) own &= 0xff >> (8 * u + 8 - head - n);
+      any |= m.changed & own;
+      ((u8*)s.changed)[u] = (u8)(m.changed & own);
+      ((u8*)s.near)[u] = (u8)(m.near & own);
+      ((u8*)s.minus)[u] = (u8)(m.minus & own);
+    }
+  }
+  if (t < groups * 8 - units)
+    ((u8*)s.changed)[units + t] = ((u8*)s.near)[units + t] = ((u8*)s.minus)[units + t] = 0;
+  if (!__syncthreads_or(any)) {
+    if (t == 0) { out.headers[block] = 0; out.begins[block] = 0; }
+    return;
+  }
+
+  // 2. Count, and find the last place of each class before a thread's own ones.
+  const u32 each = (groups + THREADS - 1) / THREADS;
+  const u32 g0 = lower(t * each, groups), g1 = lower(g0 + each, groups);
+  u32 nears = 0, fars = 0, literals = 0, near_end = 0, far_end = 0;
+  for (u32 g = g0; g < g1; g++) {
+    const u64 near = s.near[g], far = s.changed[g] ^ near;
+    nears += __popcll(near); fars += __popcll(far);
+    if (near) near_end = g * 64 + 64 - __clzll(near) - head;
+    if (far) far_end = g * 64 + 64 - __clzll(far) - head;
+    for (u64 m = far; m; m &= m - 1) {
+      const u32 slot = g * 64 + __ffsll(m) - 1;
+      literals += far_code<S>(load<S>(olds + slot * S), load<S>(news + slot * S)) == LITERAL;
+    }
+  }
+  const u64 counts = nears | (u64)fars << 16 | (u64)literals << 32;
+  u64 before = counts;
+  u32 near_before = near_end, far_before = far_end;
+  for (int o = 1; o < 32; o <<= 1) {
+    const u64 c = __shfl_up_sync(ALL, before, o);
+    const u32 x = __shfl_up_sync(ALL, near_before, o), y = __shfl_up_sync(ALL, far_before, o);
+    if (lane >= (u32)o) {
+      before += c; near_before = higher(near_before, x); far_before = higher(far_before, y);
+    }
+  }
+  if (lane == 31) {
+    s.counts[warp] = before; s.near_ends[warp] = near_before; s.far_ends[warp] = far_before;
+  }
+  before -= counts;
+  near_before = __shfl_up_sync(ALL, near_before, 1);
+  far_before = __shfl_up_sync(ALL, far_before, 1);
+  if (lane == 0) near_before = far_before = 0;
+  __syncthreads();
+  u64 total = 0;
+  for (u32 w = 0; w < WARPS; w++) {
+    if (w < warp) {
+      before += s.counts[w];
+      near_before = higher(near_before, s.near_ends[w]);
+      far_before = higher(far_before, s.far_ends[w]);
+    }
+    total += s.counts[w];
+  }
+  const u32 num_near = total & 0xffff, num_far = (total >> 16) & 0xffff;
+  const u32 num_literal = (u32)(total >> 32);
+
+  // 3. Add up the quotients of the gaps.
+  const u32 k_near = gap_bits(num_near, n), k_far = gap_bits(num_far, n);
+  u32 near_quotients = 0, far_quotients = 0, near_at = near_before, far_at = far_before;
+  for (u32 g = g0; g < g1; g++) {
+    const u64 near = s.near[g], far = s.changed[g] ^ near;
+    for (u64 m = near; m; m &= m - 1) {
+      const u32 p = g * 64 + __ffsll(m) - 1 - head;
+      near_quotients += (p - near_at) >> k_near; near_at = p + 1;
+    }
+    for (u64 m = far; m; m &= m - 1) {
+      const u32 p = g * 64 + __ffsll(m) - 1 - head;
+      far_quotients += (p - far_at) >> k_far; far_at = p + 1;
+    }
+  }
+  const u64 quotients = near_quotients | (u64)far_quotients << 32;
+  u64 quotients_before = quotients, all_quotients = 0;
+  for (int o = 1; o < 32; o <<= 1) {
+    const u64 q = __shfl_up_sync(ALL, quotients_before, o);
+    if (lane >= (u32)o) quotients_before += q;
+  }
+  if (lane == 31) s.quotients[warp] = quotients_before;
+  quotients_before -= quotients;
+  __syncthreads();
+  for (u32 w = 0; w < WARPS; w++) {
+    if (w < warp) quotients_before += s.quotients[w];
+    all_quotients += s.quotients[w];
+  }
+
+  // 4. Lay out the body, and reserve room for it.
+  const u32 at_signs = num_near * k_near, at_far = at_signs + num_near;
+  const u32 at_codes = at_far + num_far * k_far, at_near_quotients = at_codes + 4 * num_far;
+  const u32 at_far_quotients = at_near_quotients + num_near + (u32)all_quotients;
+  const u32 end_bits = at_far_quotients + num_far + (u32)(all_quotients >> 32);
+  const u32 at_literals = (end_bits + 7) >> 3, num_bytes = at_literals + num_literal * S;
+  const u32 coded_words = (num_bytes + 3) >> 2, raw_words = (n * S + 3) >> 2;
+  const bool is_raw = coded_words >= raw_words;
+  const u32 num_words = is_raw ? raw_words : coded_words;
+  if (!is_raw) for (u32 i = t; i < (end_bits + 31) >> 5; i += THREADS) s.bits[i] = 0;
+  if (t == 0) {
+    s.base = atomicAdd(out.counters, (u64)num_words);
+    atomicAdd(out.counters + 1, (u64)(is_raw ? n : num_near + num_far));
+    out.headers[block] = (u64)num_words << 48 | (is_raw ? 0xffffull
+        : (u64)num_literal << 32 | (u64)num_far << 16 | num_near);
+    out.begins[block] = (i64)s.base;
+  }
+  __syncthreads();
+  const u64 base = s.base;
+  const bool fits = base + num_words <= out.capacity;
+  u32* const body = out.bodies + base;
+  u8* const bytes = (u8*)body;
+
+  Sums sums;
+  sums.clear();
+  const u64 num = run.num, count = run.count, stride = run.stride;
+  if (is_raw) {
+    for (u32 p = t; p < n; p += THREADS) {
+      const u64 was = load<S>(olds + (head + p) * S), is = load<S>(news + (head + p) * S);
+      sums.add(run.first + spread(p0 + p, num, count, stride), S, was, is);
+      if (!fits) continue;
+      if (S == 8) {
+        body[2 * p] = (u32)is; body[2 * p + 1] = (u32)(is >> 32);
+      } else {
+        store<S>(bytes + p * S, is);
+      }
+    }
+    if (fits && t < num_words * 4 - n * S) bytes[n * S + t] = 0;
+  } else {
+    // 5. Write bits to shared memory, literals at once to their place.
+    Writer rests, flags, unary;
+    u32 i = before & 0xffff, quotient_bit = at_near_quotients + i + (u32)quotients_before;
+    near_at = near_before;
+    rests.begin(s.bits); flags.begin(s.bits); unary.begin(s.bits);
+    for (u32 g = g0; g < g1; g++) {
+      const u64 near = s.near[g], minus = s.minus[g];
+      for (u64 m = near; m; m &= m - 1) {
+        const u32 j = __ffsll(m) - 1, p = g * 64 + j - head, gap = p - near_at;
+        const u64 was = load<S>(olds + (head + p) * S);
+        const u32 sign = (u32)(minus >> j) & 1;
+        near_at = p + 1;
+        rests.put(i * k_near, gap & ((1u << k_near) - 1), k_near);
+        flags.put(at_signs + i, sign, 1);
+        quotient_bit += gap >> k_near;
+        unary.put(quotient_bit++, 1, 1);
+        i++;
+        u64 is = sign ? was - 1 : was + 1;
+        if (S < 8) is &= (1ull << (8 * S % 64)) - 1;
+        sums.add(run.first + spread(p0 + p, num, count, stride), S, was, is);
+      }
+    }
+    rests.end(); flags.end(); unary.end();
+    u32 literal = (u32)(before >> 32) & 0xffff;
+    i = (u32)(before >> 16) & 0xffff;
+    quotient_bit = at_far_quotients + i + (u32)(quotients_before >> 32);
+    far_at = far_before;
+    rests.begin(s.bits); flags.begin(s.bits); unary.begin(s.bits);
+    for (u32 g = g0; g < g1; g++) {
+      for (u64 m = s.changed[g] ^ s.near[g]; m; m &= m - 1) {
+        const u32 p = g * 64 + __ffsll(m) - 1 - head, gap = p - far_at;
+        const u64 was = load<S>(olds + (head + p) * S), is = load<S>(news + (head + p) * S);
+        const u32 code = far_code<S>(was, is);
+        far_at = p + 1;
+        rests.put(at_far + i * k_far, gap & ((1u << k_far) - 1), k_far);
+        flags.put(at_codes + 4 * i, code, 4);
+        quotient_bit += gap >> k_far;
+        unary.put(quotient_bit++, 1, 1);
+        i++;
+        if (code == LITERAL) {
+          if (fits) for (int b = 0; b < S; b++)
+            bytes[at_literals + literal * S + b] = (u8)(is >> (8 * b));
+          literal++;
+        }
+        sums.add(run.first + spread(p0 + p, num, count, stride), S, was, is);
+      }
+    }
+    rests.end(); flags.end(); unary.end();
+  }
+  const u64 old_sum = warp_sum(sums.old_sum), change_sum = warp_sum(sums.change_sum);
+  if (lane == 0) { s.old_sums[warp] = old_sum; s.change_sums[warp] = change_sum; }
+  __syncthreads();
+
+  // 6. Copy the bits behind which the literals lie.
+  if (!is_raw && fits) {
+    const u32 whole = at_literals >> 2;
+    for (u32 i = t; i < whole; i += THREADS) body[i] = s.bits[i];
+    if (t < (at_literals & 3)) bytes[whole * 4 + t] = (u8)(s.bits[whole] >> (8 * t));
+    if (t < num_words * 4 - num_bytes) bytes[num_bytes + t] = 0;
+  }
+  if (t == 0) {
+    u64 olds_total = 0, changes_total = 0;
+    for (u32 w = 0; w < WARPS; w++) {
+      olds_total += s.old_sums[w]; changes_total += s.change_sums[w];
+    }
+    atomicAdd(out.sums + 2 * which, olds_total);
+    atomicAdd(out.sums + 2 * which + 1, changes_total);
+  }
+}
+
+// A program encodes one block. Its body goes to any free place, since its own is not known yet.
+extern "C" __global__ void __launch_bounds__(256, 4) encode(
+    const u8* olds, const u8* news, const Run* runs, const u32* owners, u64* sums, u64* headers,
+    i64* begins, u32* bodies, u64* counters, int capacity) {
+  __shared__ Shared s;
+  const u64 block = blockIdx.x;
+  const u32 which = owners[block];
+  const Run run = runs[which];
+  const Output out = {sums, headers, begins, bodies, counters, (u64)capacity};
+  if (run.size == 2) encode_block<2>(olds, news, run, which, block, out, s);
+  else if (run.size == 1) encode_block<1>(olds, news, run, which, block, out, s);
+  else if (run.size == 4) encode_block<4>(olds, news, run, which, block, out, s);
+  else encode_block<8>(olds, news, run, which, block, out, s);
+}
+"""
+
+_GATHER: Final = r"""
+// A warp copies the body of one block to its place.
+extern "C" __global__ void gather(
+    const u32* bodies, const i64* begins, const u64* headers, const i64* ends, u32* to,
+    int num_blocks, int capacity) {
+  const u32 block = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  if (block >= (u32)num_blocks) return;
+  const u32 num_words = (u32)(headers[block] >> 48);
+  const i64 end = ends[block], from = begins[block];
+  if (end > capacity || from + num_words > capacity) return;
+  for (u32 i = threadIdx.x & 31; i < num_words; i += 32) to[end - num_words + i] = bodies[from + i];
+}
+"""
+
+_MEASURE: Final = r"""
+// A thread reads the header of one block: how much room its changes need, and its body has. A
+// block that cannot be is counted as an unchanged one, and sets `status`.
+extern "C" __global__ void measure(
+    const u64* headers, const Run* runs, const u32* owners, i64* rooms, i64* words, u32* status,
+    int num_blocks) {
+  const u32 block = blockIdx.x * THREADS + threadIdx.x;
+  if (block >= (u32)num_blocks) return;
+  const Run run = runs[owners[block]];
+  const u64 p0 = ((u64)block - run.first_block) * BLOCK, header = headers[block];
+  const u32 n = run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK, size = (u32)run.size;
+  const u32 near = header & 0xffff, far = (header >> 16) & 0xffff;
+  const u32 literals = (header >> 32) & 0xffff, num_words = (u32)(header >> 48);
+  u32 room;
+  bool can_be;
+  if (near == 0xffff) {
+    room = n * size;
+    can_be = !far && !literals && num_words == (n * size + 3) >> 2;
+  } else {
+    room = (near + far) * (2 + 2 * size);
+    can_be = near + far <= n && literals <= far && (near + far ? num_words > 0 : !header);
+  }
+  if (!can_be) { atomicOr(status, 1u); room = 0; }
+  rooms[block] = (i64)(room + 7 >> 3 << 3);
+  words[block] = num_words;
+}
+"""
+
+_DECODE: Final = r"""
+// Bits of a body; zeros behind it.
+struct Body {
+  const u32* words; u32 num_words;
+  DEVICE u32 bits(u32 at) const {
+    const u32 i = at >> 5;
+    const u32 low = i < num_words ? words[i] : 0, high = i + 1 < num_words ? words[i + 1] : 0;
+    return __funnelshift_r(low, high, at & 31);
+  }
+  DEVICE u32 bits(u32 at, u32 width) const { return bits(at) & ((1u << width) - 1); }
+  DEVICE u64 literal(u32 byte, u32 size) const {
+    const u64 low = bits(8 * byte);
+    if (size == 8) return low | (u64)bits(8 * byte + 32) << 32;
+    return size == 4 ? low : low & ((1u << (8 * size)) - 1);
+  }
+};
+
+// Writes i + (the quotients up to the i-th, shifted by k) for each of `count` gaps, whose
+// quotients begin at `at`; 0xffff for what reaches `n`. Returns the bit behind the last one.
+DEVICE u32 select(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* out, bool& is_bad) {
+  const u32 lane = threadIdx.x & 31, begin = at, end_bits = body.num_words * 32;
+  u32 found = 0, end = at;
+  while (found < count) {
+    if (at >= end_bits) { is_bad = true; break; }
+    u32 ones = body.bits(at + 32 * lane);
+    const u32 own = __popc(ones), up_to = warp_scan(own, lane);
+    u32 i = found + up_to - own;
+    for (; ones && i < count; i++, ones &= ones - 1) {
+      const u32 bit = at + 32 * lane + __ffs(ones) - 1, quotients = bit - begin - i;
+      const u32 place = quotients > n >> k ? n : (quotients << k) + i;
+      out[i] = (u16)(place < n ? place : 0xffff);
+      end = bit + 1;
+    }
+    found += __shfl_sync(ALL, up_to, 31);
+    at += 1024;
+  }
+  if (found < count) {  // cut off: nothing may be read that was not written
+    for (u32 i = found + lane; i < count; i += 32) out[i] = 0xffff;
+  }
+  for (int o = 16; o; o >>= 1) end = higher(end, __shfl_xor_sync(ALL, end, o));
+  __syncwarp();
+  return end;
+}
+
+struct Input {
+  const u8* data; const Run& run; const Place& place; u64 p0; u32 n;
+  DEVICE u64 at(u32 p, u32 size) const {
+    return place.at + spread(p0 + p, run.num, place.count, place.stride) * size;
+  }
+  DEVICE u64 element(u32 p) const {
+    return run.first + spread(p0 + p, run.num, run.count, run.stride);
+  }
+};
+
+template <int S> DEVICE void decode_block(
+    const Body& body, u64 header, const Input& in, u8* list, Sums& sums, bool& is_bad) {
+  const u32 lane = threadIdx.x & 31, n = in.n;
+  const u32 num_near = header & 0xffff, num_far = (header >> 16) & 0xffff;
+  const u32 num_literal = (header >> 32) & 0xffff;
+  const u64 mask = S == 8 ? ~0ull : (1ull << (8 * S % 64)) - 1;
+  if (num_near == 0xffff) {
+    for (u32 p = lane; p < n; p += 32) {
+      const u64 was = load<S>(in.data + in.at(p, S)), is = body.literal(p * S, S);
+      store<S>(list + p * S, was);
+      sums.add(in.element(p), S, was, is);
+    }
+    return;
+  }
+  const u32 num = num_near + num_far;
+  u8* const news = list;
+  u8* const olds = list + num * S;
+  u16* const places = (u16*)(list + 2 * num * S);
+  const u32 k_near = gap_bits(num_near, n), k_far = gap_bits(num_far, n);
+  const u32 at_signs = num_near * k_near, at_far = at_signs + num_near;
+  const u32 at_codes = at_far + num_far * k_far, at_quotients = at_codes + 4 * num_far;
+  u32 end = select(body, at_quotients, num_near, k_near, n, places, is_bad);
+  end = select(body, end, num_far, k_far, n, places + num_near, is_bad);
+  const u32 at_literals = (end + 7) >> 3;
+  if ((at_literals + num_literal * S + 3) >> 2 != body.num_words) is_bad = true;
+  u32 rests = 0, literals = 0;
+  for (u32 i0 = 0; i0 < num; i0 += 32) {
+    // The lists follow one another, and one round may hold the end of the first: then it goes
+    // twice over it, and each lane takes part once.
+    for (int is_far = 0; is_far < 2; is_far++) {
+      if (is_far ? i0 + 32 <= num_near : i0 >= num_near) continue;
+      const u32 i = i0 + lane;
+      const bool is_own = i < num && (i >= num_near) == (bool)is_far;
+      if (is_far && i0 <= num_near) rests = 0;
+      const u32 nth = is_far ? i - num_near : i;
+      u32 rest = 0, code = 0;
+      if (is_own) {
+        rest = is_far ? body.bits(at_far + nth * k_far, k_far) : body.bits(nth * k_near, k_near);
+        code = is_far ? body.bits(at_codes + 4 * nth, 4) : body.bits(at_signs + nth, 1);
+      }
+      const u32 up_to = rests + warp_scan(rest, lane);
+      rests = __shfl_sync(ALL, up_to, 31);
+      const bool is_literal = is_own && is_far && code == 7;
+      const u32 chosen = __ballot_sync(ALL, is_literal);
+      const u32 literal = literals + __popc(chosen & ((1u << lane) - 1));
+      literals += __popc(chosen);
+      if (!is_own) continue;
+      const u32 base = places[i], p = base + up_to;
+      if (base == 0xffff || p >= n || (is_far && code == 15)) {
+        is_bad = true;
+        places[i] = 0xffff;
+        store<S>(news + i * S, 0); store<S>(olds + i * S, 0);
+        continue;
+      }
+      const u64 was = load<S>(in.data + in.at(p, S));
+      u64 is;
+      if (!is_far) is = code ? was - 1 : was + 1;
+      else if (is_literal) is = body.literal(at_literals + literal * S, S);
+      else is = code < 7 ? was + code + 2 : was - (code - 8) - 2;
+      is &= mask;
+      places[i] = (u16)p;
+      store<S>(news + i * S, is); store<S>(olds + i * S, was);
+      sums.add(in.element(p), S, was, is);
+    }
+  }
+  if (literals != num_literal) is_bad = true;
+}
+
+// A warp decodes one block, and notes what it changes, from what to what. Writes nothing in `data`.
+extern "C" __global__ void __launch_bounds__(256) decode(
+    const u64* headers, const u32* bodies, const i64* ends, const Run* runs, const Place* places,
+    const u32* owners, const u8* data, const i64* rooms_up_to, u8* lists, u64* sums, u32* status,
+    int num_blocks, int num_body_words) {
+  const u32 block = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (block >= (u32)num_blocks) return;
+  const u64 header = headers[block];
+  const i64 room = block ? rooms_up_to[block - 1] : 0;
+  if (!header || rooms_up_to[block] == room) return;
+  const u32 which = owners[block], num_words = (u32)(header >> 48);
+  const i64 end = ends[block];
+  if (end > num_body_words) {
+    if (lane == 0) atomicOr(status, 1u);
+    return;
+  }
+  const Run run = runs[which];
+  const Place place = places[which];
+  const u64 p0 = ((u64)block - run.first_block) * BLOCK;
+  const Input in = {data, run, place, p0, run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK};
+  const Body body = {bodies + (end - num_words), num_words};
+  Sums found;
+  found.clear();
+  bool is_bad = false;
+  if (run.size == 2) decode_block<2>(body, header, in, lists + room, found, is_bad);
+  else if (run.size == 1) decode_block<1>(body, header, in, lists + room, found, is_bad);
+  else if (run.size == 4) decode_block<4>(body, header, in, lists + room, found, is_bad);
+  else decode_block<8>(body, header, in, lists + room, found, is_bad);
+  const u64 old_sum = warp_sum(found.old_sum), change_sum = warp_sum(found.change_sum);
+  const u32 bad = __ballot_sync(ALL, is_bad);
+  if (lane == 0) {
+    atomicAdd(sums + 2 * which, old_sum);
+    atomicAdd(sums + 2 * which + 1, change_sum);
+    if (bad) atomicOr(status, 1u);
+  }
+}
+"""
+
+_SCATTER: Final = r"""
+template <int S> DEVICE void scatter_block(
+    const u8* list, const u32* body, u64 header, const Run& run, const Place& place, u64 p0, u32 n,
+    u8* data, bool is_undo) {
+  const u32 lane = threadIdx.x & 31, num_near = header & 0xffff;
+  const bool is_raw = num_near == 0xffff;
+  const u32 num = is_raw ? n : num_near + ((header >> 16) & 0xffff);
+  const u16* const places = (const u16*)(list + 2 * num * S);
+  const u8* from = list + (is_undo && !is_raw ? num * S : 0);
+  if (is_raw && !is_undo) from = (const u8*)body;
+  for (u32 i = lane; i < num; i += 32) {
+    const u32 p = is_raw ? i : places[i];
+    if (p >= n) continue;
+    u64 value;
+    if (S == 8) value = ((const u32*)from)[2 * i] | (u64)((const u32*)from)[2 * i + 1] << 32;
+    else value = load<S>(from + i * S);
+    store<S>(data + place.at + spread(p0 + p, run.num, place.count, place.stride) * S, value);
+  }
+}
+
+// A warp writes what one block changes, or what was there before.
+extern "C" __global__ void __launch_bounds__(256) scatter(
+    const u64* headers, const u32* bodies, const i64* ends, const Run* runs, const Place* places,
+    const u32* owners, u8* data, const i64* rooms_up_to, const u8* lists, int num_blocks,
+    int is_undo) {
+  const u32 block = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  if (block >= (u32)num_blocks) return;
+  const u64 header = headers[block];
+  const i64 room = block ? rooms_up_to[block - 1] : 0;
+  if (!header || rooms_up_to[block] == room) return;
+  const u32 which = owners[block];
+  const Run run = runs[which];
+  const Place place = places[which];
+  const u64 p0 = ((u64)block - run.first_block) * BLOCK;
+  const u32 n = run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK;
+  const u8* const list = lists + room;
+  const u32* const body = bodies + (ends[block] - (i64)(header >> 48));
+  if (run.size == 2) scatter_block<2>(list, body, header, run, place, p0, n, data, is_undo);
+  else if (run.size == 1) scatter_block<1>(list, body, header, run, place, p0, n, data, is_undo);
+  else if (run.size == 4) scatter_block<4>(list, body, header, run, place, p0, n, data, is_undo);
+  else scatter_block<8>(list, body, header, run, place, p0, n, data, is_undo);
+}
+"""
+
+#: Source of each kernel; of its own, so that one that is asked for compiles no other.
+SOURCES: Final = {
+    "encode": _COMMON + _ENCODE,
+    "gather": _COMMON + _GATHER,
+    "measure": _COMMON + _MEASURE,
+    "decode": _COMMON + _DECODE,
+    "scatter": _COMMON + _SCATTER,
+}
