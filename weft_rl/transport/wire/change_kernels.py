@@ -25,6 +25,8 @@ BLOCK: Final = 16384
 #: Threads of a program: they encode one block, or each warp decodes one.
 _THREADS: Final = 256
 _WARPS: Final = _THREADS // 32
+#: Bytes that a thread reads at once.
+_READ_BYTES: Final = 16
 _HEADER_BYTES: Final = 8
 _SUM_BYTES: Final = 8
 #: Set in the environment, every launch is waited for, and results are checked for sense.
@@ -678,3 +680,352 @@ SOURCES: Final = {
     "decode": _COMMON + _DECODE,
     "scatter": _COMMON + _SCATTER,
 }
+
+
+class RunPlace(NamedTuple):
+    """Place of a run's elements in memory that need not be packed."""
+
+    at: int
+    """Byte of its first element; a multiple of the size of an element."""
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    """Elements of each row that lie one behind the other."""
+    stride: int = 0
+    """Elements from the beginning of one row to that of the next."""
+
+
+class Encoded(NamedTuple):
+    """Result of coding the changes of a bucket."""
+
+    num_bytes: int
+    """Size of the payload of changes; more than its buffer has if it does not fit, and then nothing
+    in the buffer means anything."""
+    num_changed: int
+    """Elements that it lists."""
+    old_sums: list[int]
+    """Weighed sum of the former value of the listed elements of each run, modulo 2**64."""
+    change_sums: list[int]
+    """Difference that the changes make to the digest of each run, modulo 2**64."""
+
+
+class _Tables(NamedTuple):
+    """Runs of a bucket and their blocks, on a device."""
+
+    runs: torch.Tensor
+    """int64, 8 words a run: see ``run_rows``."""
+    owners: torch.Tensor
+    """int32: the run of each block."""
+    packed_bytes: int
+    """Bytes of the dense payload."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of all runs."""
+        return len(self.owners)
+
+    @property
+    def bodies_at(self) -> int:
+        """First byte in a payload of changes that belongs to a body."""
+        return len(self.runs) * _SUM_BYTES + self.num_blocks * _HEADER_BYTES
+
+
+@lru_cache(maxsize=16)
+def works(device: torch.device) -> bool:
+    """Return whether a device runs the kernels; a warning says why not. Blocks for seconds the
+    first time, while they are compiled."""
+    why_not = _why_not(device)
+    if why_not:
+        _log.warning(
+            "changes of tensors on %s are coded without kernels of our own, which makes pushes of "
+            "changes slow: %s",
+            device, why_not,
+        )  # fmt: skip
+    return not why_not
+
+
+def run_rows(runs: Sequence[Run], itemsizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Compute the row of each run in the kernels' table.
+
+    Returns:
+        The byte in a dense payload of its first element, its first block, its elements, the bytes
+        of one, and as they lie in its tensor: the first, those of a row, and from one row to the
+        next.
+    """
+    rows = []
+    at = block = 0
+    for run, size in zip(runs, itemsizes, strict=True):
+        num = run.num_elements
+        first = run.first * size - run.begin_bytes(size)
+        rows.append((at + first, block, num, size, run.first, run.count, run.stride, 0))
+        at += run.payload_bytes(size)
+        block += -(-num // BLOCK)
+    return rows
+
+
+def place_rows(
+    runs: Sequence[Run], itemsizes: Sequence[int], places: Sequence[RunPlace], num_bytes: int
+) -> list[tuple[int, ...]]:
+    """Compute the row of each place in the kernels' table, and check that all lies in memory of
+    ``num_bytes``: then no position within a run lies outside it."""
+    rows = []
+    for run, size, place in zip(runs, itemsizes, places, strict=True):
+        count = place.count or run.num_elements
+        last_row, rest = divmod(max(run.num_elements - 1, 0), count)
+        widest = min(count, run.num_elements) - 1
+        end = place.at + max(last_row * place.stride + rest,
+                             max(last_row - 1, 0) * place.stride + widest) * size + size  # fmt: skip
+        assert place.at >= 0 and place.stride >= 0 and end <= num_bytes, (run, place, num_bytes)
+        assert place.at % size == 0, (run, place)
+        rows.append((place.at, count, place.stride, 0))
+    return rows
+
+
+def encode(
+    old: torch.Tensor,
+    new: torch.Tensor,
+    runs: tuple[Run, ...],
+    itemsizes: tuple[int, ...],
+    out: torch.Tensor,
+) -> Encoded:
+    """Code the changes of a bucket's dense payload; reads each of both once.
+
+    Runs on the calling thread's current stream, and blocks until that has come to the end. Needs as
+    much memory again as ``out`` has, until then.
+
+    Args:
+        old, new: Dense payloads, uint8, 1-D, contiguous, on a GPU where the kernels ``works``,
+            beginning at a multiple of ``ALIGN_BYTES`` of it.
+        runs, itemsizes: Runs that they hold, and the bytes of an element of each; 1, 2, 4 or 8.
+        out: Receives the payload of changes: uint8, on that GPU, 1-D, contiguous, begun at a
+            multiple of ``ALIGN_BYTES``.
+    """
+    device = old.device
+    tables = _tables(device, runs, itemsizes)
+    num_runs, num_blocks = len(runs), tables.num_blocks
+    for memory in (old, new, out):
+        _check_memory(memory)
+    assert min(old.numel(), new.numel()) >= tables.packed_bytes, (old.shape, tables.packed_bytes)
+    room = out.numel() // ALIGN_BYTES * ALIGN_BYTES
+    capacity = max((room - tables.bodies_at) // 4, 0)
+    # One tensor, which is fetched at once: words and elements, then two sums a run.
+    totals = torch.zeros(2 + 2 * num_runs, dtype=torch.int64, device=device)
+    fits_tables = room >= tables.bodies_at
+    head = out if fits_tables else torch.empty(tables.bodies_at, dtype=torch.uint8, device=device)
+    sums = head[: num_runs * _SUM_BYTES].view(torch.int64)
+    headers = head[num_runs * _SUM_BYTES : tables.bodies_at].view(torch.int64)
+    if num_blocks:
+        begins = torch.empty(num_blocks, dtype=torch.int64, device=device)
+        bodies = torch.empty(capacity, dtype=torch.int32, device=device)
+        _launch(
+            "encode", device, num_blocks, old, new, tables.runs, tables.owners, totals[2:], headers,
+            begins, bodies, totals, min(capacity, 2**31 - 1),
+        )  # fmt: skip
+        ends = (headers >> 48).bitwise_and_(0xFFFF).cumsum_(0)
+        _launch(
+            "gather", device, -(-num_blocks // _WARPS), bodies, begins, headers, ends,
+            out[min(tables.bodies_at, room) :], num_blocks, min(capacity, 2**31 - 1),
+        )  # fmt: skip
+    sums.copy_(totals[2::2])
+    num_words, num_changed, *both = totals.tolist()
+    end = tables.bodies_at + 4 * num_words
+    num_bytes = align_up(end)
+    if num_bytes <= room:
+        out[end:num_bytes].zero_()
+    both = [value % 2**64 for value in both]
+    return Encoded(num_bytes, num_changed, both[::2], both[1::2])
+
+
+class Decoded:
+    """Changes of a bucket that were read from a payload, beside what they would change.
+
+    Args:
+        launch: Function that scatters: new values for 0, former ones for 1.
+        status: int32, on the GPU: not zero if the payload cannot be one.
+        listed: Sums that the payload lists for each run, on the GPU, int64.
+        found: Sums of what lies in memory, and of the changes, for each run in turn.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[int], None],
+        status: torch.Tensor,
+        listed: torch.Tensor,
+        found: torch.Tensor,
+        num_bytes: int,
+    ) -> None:
+        self._launch = launch
+        self._results = torch.cat([status, listed, found])
+        self._num_runs = len(listed)
+        self._values: list[int] | None = None
+        self.num_bytes = num_bytes
+        """Memory of the lists, kept as long as this is."""
+
+    def _fetched(self) -> list[int]:
+        if self._values is None:
+            self._values = [value % 2**64 for value in self._results.tolist()]
+        return self._values
+
+    def is_payload(self) -> bool:
+        """Return whether the payload is one of these runs; blocks until that is known."""
+        return not self._fetched()[0]
+
+    def listed_sums(self) -> list[int]:
+        """Return the weighed sum of former values that the payload lists for each run."""
+        return self._fetched()[1 : 1 + self._num_runs]
+
+    def old_sums(self) -> list[int]:
+        """Return the weighed sum of what lies at the listed places, for each run."""
+        return self._fetched()[1 + self._num_runs :: 2]
+
+    def change_sums(self) -> list[int]:
+        """Return the difference that the changes make to the digest of each run."""
+        return self._fetched()[2 + self._num_runs :: 2]
+
+    def is_applicable(self) -> bool:
+        """Return whether the payload is one of these runs, and what it changes is there."""
+        return self.is_payload() and self.listed_sums() == self.old_sums()
+
+    def apply(self) -> None:
+        """Write the new values; does not block. The payload must still be there."""
+        assert self.is_applicable()
+        self._launch(0)
+
+    def undo(self) -> None:
+        """Write the former values where the new ones were written; does not block."""
+        assert self.is_applicable()
+        self._launch(1)
+
+
+def decode(
+    payload: torch.Tensor,
+    runs: tuple[Run, ...],
+    itemsizes: tuple[int, ...],
+    data: torch.Tensor,
+    places: tuple[RunPlace, ...],
+) -> Decoded | None:
+    """Read a payload of changes, and the elements that it would change; writes nothing there.
+
+    Runs on the calling thread's current stream. Blocks until it is known how much memory the lists
+    need: the size of a value twice and two bytes, for each change.
+
+    Args:
+        payload: uint8, 1-D, contiguous, on a GPU where the kernels ``works``, begun at a multiple
+            of ``ALIGN_BYTES``. Kept, and must not change until it was applied.
+        runs, itemsizes: Runs that it changes, and the bytes of an element of each.
+        data: Memory of the elements: uint8, 1-D, contiguous, on that GPU, begun at a multiple of
+            ``ALIGN_BYTES``.
+        places: Place of each run in it.
+
+    Returns:
+        The changes; None if the payload cannot be one of these runs.
+    """
+    device = payload.device
+    tables = _tables(device, runs, itemsizes)
+    num_runs, num_blocks = len(runs), tables.num_blocks
+    _check_memory(payload)
+    _check_memory(data)
+    placed = _places(device, runs, itemsizes, places, data.numel())
+    if payload.numel() < tables.bodies_at:
+        return None
+    sums = payload[: num_runs * _SUM_BYTES].view(torch.int64)
+    headers = payload[num_runs * _SUM_BYTES : tables.bodies_at].view(torch.int64)
+    found = torch.zeros(2 * num_runs, dtype=torch.int64, device=device)
+    status = torch.zeros(1, dtype=torch.int64, device=device)
+    if not num_blocks:
+        return Decoded(lambda is_undo: None, status, sums, found, 0)
+    rooms_and_words = torch.empty(2, num_blocks, dtype=torch.int64, device=device)
+    _launch(
+        "measure", device, -(-num_blocks // _THREADS), headers, tables.runs, tables.owners,
+        *rooms_and_words, status, num_blocks,
+    )  # fmt: skip
+    rooms, ends = rooms_and_words.cumsum_(1)
+    size, num_words, is_bad = torch.stack([rooms[-1], ends[-1], status[0]]).tolist()
+    end = tables.bodies_at + 4 * num_words
+    if is_bad or end > payload.numel():
+        return None
+    bodies = payload[tables.bodies_at : end // 4 * 4].view(torch.int32)
+    lists = torch.empty(size, dtype=torch.uint8, device=device)
+    num_ctas = -(-num_blocks // _WARPS)
+    _launch(
+        "decode", device, num_ctas, headers, bodies, ends, tables.runs, placed, tables.owners, data,
+        rooms, lists, found, status, num_blocks, num_words,
+    )  # fmt: skip
+
+    def scatter(is_undo: int) -> None:
+        _launch(
+            "scatter", device, num_ctas, headers, bodies, ends, tables.runs, placed, tables.owners,
+            data, rooms, lists, num_blocks, is_undo,
+        )  # fmt: skip
+
+    return Decoded(scatter, status, sums, found, size)
+
+
+def _check_memory(memory: torch.Tensor) -> None:
+    assert memory.dtype == torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
+    assert memory.data_ptr() % _READ_BYTES == 0, "is not aligned"
+
+
+@lru_cache(maxsize=256)
+def _tables(device: torch.device, runs: tuple[Run, ...], itemsizes: tuple[int, ...]) -> _Tables:
+    assert set(itemsizes) <= {1, 2, 4, 8}, itemsizes
+    rows = torch.tensor(run_rows(runs, itemsizes), dtype=torch.int64).view(-1, 8)
+    num_blocks = (rows[:, 2] + BLOCK - 1) // BLOCK
+    owners = torch.repeat_interleave(num_blocks).to(torch.int32)
+    packed = sum(run.payload_bytes(size) for run, size in zip(runs, itemsizes, strict=True))
+    return _Tables(rows.to(device), owners.to(device), packed)
+
+
+@lru_cache(maxsize=256)
+def _places(
+    device: torch.device,
+    runs: tuple[Run, ...],
+    itemsizes: tuple[int, ...],
+    places: tuple[RunPlace, ...],
+    num_bytes: int,
+) -> torch.Tensor:
+    rows = place_rows(runs, itemsizes, places, num_bytes)
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4).to(device)
+
+
+def _launch(name: str, device: torch.device, num_ctas: int, *args: torch.Tensor | int) -> None:
+    """Launch a kernel on a device's current stream. Integers are passed in 32 bits."""
+    assert all(isinstance(arg, torch.Tensor) or 0 <= arg < 2**31 for arg in args), args
+    with torch.cuda.device(device):
+        _compiled(name, device)((num_ctas, 1, 1), (_THREADS, 1, 1), list(args))
+        if _CHECKS:
+            torch.cuda.synchronize()
+
+
+@lru_cache(maxsize=64)
+def _compiled(name: str, device: torch.device) -> Any:
+    """Compile a kernel for a device.
+
+    torch has NVRTC and this call, which is private (it was public for one release); ``cuda-core``
+    is the public way to the same, one more package that nothing else here needs.
+    """
+    with torch.cuda.device(device):
+        return torch.cuda._compile_kernel(SOURCES[name], name)  # type: ignore[attr-defined]
+
+
+def _why_not(device: torch.device) -> str:
+    """Return why a device cannot run the kernels; empty if they compile and give back what they
+    coded. A first push that had to compile one of them would wait for that."""
+    runs, itemsizes = (Run(0, 0, 300),), (2,)
+    size = runs[0].payload_bytes(2)
+    old = (torch.arange(size, dtype=torch.int32) % 251).to(torch.uint8)
+    new = old.clone()
+    new[: 2 * 300 : 14] += 1  # by one step; each odd byte by 256 of them
+    new[1 : 2 * 300 : 50] += 1
+    try:
+        old, new, out = (memory.to(device) for memory in (old, new, torch.zeros_like(old)))
+        encoded = encode(old, new, runs, itemsizes, out)
+        decoded = decode(out[: encoded.num_bytes], runs, itemsizes, old, (RunPlace(0, 300),))
+        before = old.clone()
+        if decoded is None or not decoded.is_applicable():
+            return "the kernels do not read what they wrote"
+        decoded.apply()
+        is_new = torch.equal(old, new)
+        decoded.undo()
+        is_right = is_new and torch.equal(old, before) and decoded.old_sums() == encoded.old_sums
+    except Exception as error:  # noqa: BLE001 (a compiler's, a driver's)
+        return f"torch compiles no kernel; it needs NVRTC and CUDA's headers: {error}"
+    return "" if is_right else "the kernels do not give back what they coded"
