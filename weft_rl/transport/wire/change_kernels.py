@@ -785,18 +785,23 @@ def run_rows(runs: Sequence[Run], itemsizes: Sequence[int]) -> list[tuple[int, .
 def place_rows(
     runs: Sequence[Run], itemsizes: Sequence[int], places: Sequence[RunPlace], num_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Compute the row of each place in the kernels' table, and check that all lies in memory of
-    ``num_bytes``: then no position within a run lies outside it."""
+    """Compute the row of each place in the kernels' table.
+
+    Raises:
+        ValueError: A place is not within memory of ``num_bytes``. Of all others no position within
+            its run lies outside.
+    """
     rows = []
     for run, size, place in zip(runs, itemsizes, places, strict=True):
-        count = place.count
-        last_row, rest = divmod(max(run.num_elements - 1, 0), count)
-        widest = min(count, run.num_elements) - 1
-        end = place.at + max(last_row * place.stride + rest,
-                             max(last_row - 1, 0) * place.stride + widest) * size + size  # fmt: skip
-        assert place.at >= 0 and place.stride >= 0 and end <= num_bytes, (run, place, num_bytes)
-        assert place.at % size == 0, (run, place)
-        rows.append((place.at, count, place.stride, 0))
+        num_rows, rest = divmod(run.num_elements - 1, place.count)
+        # The last row may be short, and rows may overlap.
+        last = num_rows * place.stride + rest
+        if num_rows:
+            last = max(last, (num_rows - 1) * place.stride + place.count - 1)
+        end = place.at + (last + 1) * size
+        if place.at < 0 or place.stride < 0 or place.at % size or end > num_bytes:
+            raise ValueError(f"{place} of {run} is not within memory of {num_bytes} bytes")
+        rows.append((place.at, place.count, place.stride, 0))
     return rows
 
 
@@ -897,7 +902,9 @@ class Decoded:
             raise _malformed()
         listed, found = values[1 : 1 + self._num_runs], values[1 + self._num_runs :: 2]
         if listed != found:
-            nth = next(i for i, pair in enumerate(zip(listed, found, strict=True)) if len({*pair}) > 1)
+            nth = next(
+                i for i, pair in enumerate(zip(listed, found, strict=True)) if len({*pair}) > 1
+            )
             raise DigestMismatchError(
                 f"the weights here are not those that the changes were made from: run {nth} of "
                 f"{self._num_runs} has other elements; nothing was written; push all weights"
@@ -990,7 +997,9 @@ def _malformed() -> DigestMismatchError:
 
 
 def _check_memory(memory: torch.Tensor) -> None:
-    assert memory.dtype == torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
+    assert memory.dtype == torch.uint8
+    assert memory.dim() == 1
+    assert memory.is_contiguous()
     assert memory.data_ptr() % _READ_BYTES == 0, "is not aligned"
 
 
@@ -1033,7 +1042,7 @@ def _compiled(name: str, device: torch.device) -> Any:
     is the public way to the same, one more package that nothing else here needs.
     """
     with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(SOURCES[name], name)  # type: ignore[attr-defined]
+        return torch.cuda._compile_kernel(SOURCES[name], name)
 
 
 def _why_not(device: torch.device) -> str:
