@@ -424,6 +424,12 @@ template <int S> DEVICE void encode_block(
   }
 }
 
+// Not inlined, so that registers are as few as the usual size needs.
+template <int S> __device__ __noinline__ void encode_other(
+    const u8* olds, const u8* news, const Run& run, u32 which, u64 block, Output out, Shared& s) {
+  encode_block<S>(olds, news, run, which, block, out, s);
+}
+
 // A program encodes one block. Its body goes to any free place, since its own is not known yet.
 extern "C" __global__ void __launch_bounds__(256, 4) encode(
     const u8* olds, const u8* news, const Run* runs, const u32* owners, u64* sums, u64* headers,
@@ -431,12 +437,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) encode(
   __shared__ Shared s;
   const u64 block = blockIdx.x;
   const u32 which = owners[block];
-  const Run run = runs[which];
+  const Run& run = runs[which];
   const Output out = {sums, headers, begins, bodies, counters, (u64)capacity};
   if (run.size == 2) encode_block<2>(olds, news, run, which, block, out, s);
-  else if (run.size == 1) encode_block<1>(olds, news, run, which, block, out, s);
-  else if (run.size == 4) encode_block<4>(olds, news, run, which, block, out, s);
-  else encode_block<8>(olds, news, run, which, block, out, s);
+  else if (run.size == 1) encode_other<1>(olds, news, run, which, block, out, s);
+  else if (run.size == 4) encode_other<4>(olds, news, run, which, block, out, s);
+  else encode_other<8>(olds, news, run, which, block, out, s);
 }
 """
 
@@ -621,6 +627,18 @@ template <int S> DEVICE void decode_block(
   if (literals != num_literal) is_bad = true;
 }
 
+// Not inlined, so that registers are as few as the usual size needs.
+struct Found { u64 old_sum, change_sum; bool is_bad; };
+template <int S> __device__ __noinline__ Found decode_other(
+    Body body, u64 header, Input in, u8* list) {
+  Sums sums;
+  sums.clear();
+  bool is_bad = false;
+  decode_block<S>(body, header, in, list, sums, is_bad);
+  const Found found = {sums.old_sum, sums.change_sum, is_bad};
+  return found;
+}
+
 // A warp decodes one block, and notes what it changes, from what to what. Writes nothing in `data`.
 extern "C" __global__ void __launch_bounds__(256, 4) decode(
     const u64* headers, const u32* bodies, const i64* ends, const Run* runs, const Place* places,
@@ -640,20 +658,23 @@ extern "C" __global__ void __launch_bounds__(256, 4) decode(
     if (lane == 0) atomicOr(status, 1u);
     return;
   }
-  const Run run = runs[which];
-  const Place place = places[which];
+  const Run& run = runs[which];
+  const Place& place = places[which];
   const u64 p0 = ((u64)block - run.first_block) * BLOCK;
   const Input in = {data, run, place, p0, run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK};
   const Body body = {bodies + (end - num_words), num_words};
-  Sums found;
-  found.clear();
-  bool is_bad = false;
-  if (run.size == 2) decode_block<2>(body, header, in, lists + room, found, is_bad);
-  else if (run.size == 1) decode_block<1>(body, header, in, lists + room, found, is_bad);
-  else if (run.size == 4) decode_block<4>(body, header, in, lists + room, found, is_bad);
-  else decode_block<8>(body, header, in, lists + room, found, is_bad);
+  Found found;
+  if (run.size == 2) {
+    Sums sums;
+    sums.clear();
+    found.is_bad = false;
+    decode_block<2>(body, header, in, lists + room, sums, found.is_bad);
+    found.old_sum = sums.old_sum; found.change_sum = sums.change_sum;
+  } else if (run.size == 1) found = decode_other<1>(body, header, in, lists + room);
+  else if (run.size == 4) found = decode_other<4>(body, header, in, lists + room);
+  else found = decode_other<8>(body, header, in, lists + room);
   const u64 old_sum = warp_sum(found.old_sum), change_sum = warp_sum(found.change_sum);
-  const u32 bad = __ballot_sync(ALL, is_bad);
+  const u32 bad = __ballot_sync(ALL, found.is_bad);
   if (lane == 0) {
     atomicAdd(sums + 2 * which, old_sum);
     atomicAdd(sums + 2 * which + 1, change_sum);
@@ -693,8 +714,8 @@ extern "C" __global__ void __launch_bounds__(256) scatter(
   const i64 room = block ? rooms_up_to[block - 1] : 0;
   if (!header || rooms_up_to[block] == room) return;
   const u32 which = owners[block];
-  const Run run = runs[which];
-  const Place place = places[which];
+  const Run& run = runs[which];
+  const Place& place = places[which];
   const u64 p0 = ((u64)block - run.first_block) * BLOCK;
   const u32 n = run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK;
   const u8* const list = lists + room;
@@ -791,7 +812,7 @@ def place_rows(
         ValueError: A place is not within memory of ``num_bytes``. Of all others no position within
             its run lies outside.
     """
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for run, size, place in zip(runs, itemsizes, places, strict=True):
         num_rows, rest = divmod(run.num_elements - 1, place.count)
         # The last row may be short, and rows may overlap.
