@@ -112,10 +112,11 @@ def _measured(
     decoded: list[Any] = []
 
     def encode() -> None:
-        encoded[:] = [
-            change_kernels.encode(old, new, runs, sizes, out)
+        begun = [
+            change_kernels.start_encode(old, new, runs, sizes, out)
             for old, new, out in zip(olds, news, outs, strict=True)
         ]
+        encoded[:] = [end() for end in begun]
 
     def decode() -> None:
         decoded.clear()

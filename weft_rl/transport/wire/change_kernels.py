@@ -18,6 +18,7 @@ import torch
 
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import ALIGN_BYTES, Run, align_up
+from weft_rl.transport.digests.host_copy import HostCopy
 from weft_rl.transport.wire.changes import BLOCK_ELEMENTS, RunPlace
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ _WARPS: Final = _THREADS // 32
 _READ_BYTES: Final = 16
 _HEADER_BYTES: Final = 8
 _SUM_BYTES: Final = 8
-#: Set in the environment, every launch is waited for, and results are checked for sense.
+#: Set in the environment for debugging: every launch is waited for, so that its own call fails, and
+#: memory that kernels fill holds ones before.
 _CHECKS: Final = "WEFT_CHECK_KERNELS" in os.environ
 
 _COMMON: Final = r"""
@@ -128,35 +130,43 @@ template <int S> DEVICE Unit<S> load_unit(const u8* p, u32 u) {
   return unit;
 }
 
-// Which of eight elements changed, which of these by one step, which of these downwards.
-struct Masks { u32 changed, near, minus; };
-template <int S> DEVICE Masks compare(const Unit<S>& a, const Unit<S>& b) {
-  Masks m = {0, 0, 0};
-  u32 any = 0;
+// The top bit of each half that is not zero.
+DEVICE u32 changed_halves(u32 x) {
+  return (x | ((x & 0x7fff7fffu) + 0x7fff7fffu)) & 0x80008000u;
+}
+DEVICE u32 changed_bytes(u32 x) {
+  return (x | ((x & 0x7f7f7f7fu) + 0x7f7f7f7fu)) & 0x80808080u;
+}
+// The top bits of four bytes, of which all others are zero.
+DEVICE u32 top_bits(u32 x) { return (x >> 7) * 0x01020408u >> 24; }
+
+// Which of eight elements differ.
+template <int S> DEVICE u32 compare(const Unit<S>& a, const Unit<S>& b) {
+  u32 x[2 * S];
   #pragma unroll
-  for (int i = 0; i < 2 * S; i++) any |= a.w[i] ^ b.w[i];
-  if (!any) return m;
+  for (int i = 0; i < 2 * S; i++) x[i] = a.w[i] ^ b.w[i];
+  if (S == 1) return top_bits(changed_bytes(x[0])) | top_bits(changed_bytes(x[1])) << 4;
+  if (S == 2) {
+    u32 h[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) h[i] = changed_halves(x[i]);
+    return top_bits(__byte_perm(h[0], h[1], 0x7531)) |
+           top_bits(__byte_perm(h[2], h[3], 0x7531)) << 4;
+  }
+  u32 changed = 0;
   #pragma unroll
   for (int j = 0; j < 8; j++) {
-    bool changed, plus, minus;
-    if (S == 8) {
-      const int i = (2 * j) % (2 * S), k = (2 * j + 1) % (2 * S);
-      const u64 d = (b.w[i] | (u64)b.w[k] << 32) - (a.w[i] | (u64)a.w[k] << 32);
-      changed = d != 0; plus = d == 1; minus = d == ~0ull;
-    } else {
-      const u32 mask = S == 4 ? ~0u : (1u << (8 * S % 32)) - 1;
-      const int i = j * S / 4 % (2 * S), shift = 8 * S * j % 32;
-      const u32 d = ((b.w[i] >> shift) - (a.w[i] >> shift)) & mask;
-      changed = d != 0; plus = d == 1; minus = d == mask;
-    }
-    m.changed |= (u32)changed << j; m.near |= (u32)(plus | minus) << j; m.minus |= (u32)minus << j;
+    const int i = j * S / 4 % (2 * S), k = (i + S / 4 - (S > 4)) % (2 * S);
+    changed |= (u32)((S == 4 ? x[i] : x[i] | x[k]) != 0) << j;
   }
-  return m;
+  return changed;
 }
 
 const u32 LITERAL = 7;
-template <int S> DEVICE u32 far_code(u64 before, u64 after) {
-  const i64 step = (i64)((after - before) << (64 - 8 * S)) >> (64 - 8 * S);
+template <int S> DEVICE i64 step_of(u64 before, u64 after) {
+  return (i64)((after - before) << (64 - 8 * S)) >> (64 - 8 * S);
+}
+DEVICE u32 far_code(i64 step) {
   if (step >= 2 && step <= 8) return (u32)step - 2;
   if (step <= -2 && step >= -8) return 8 + (u32)(-step) - 2;
   return LITERAL;
@@ -174,13 +184,16 @@ struct Writer {
   }
 };
 
-const u32 MAX_UNITS = 2112, MAX_BIT_WORDS = 4096;
+const u32 MAX_GROUPS = 264, MAX_BIT_WORDS = 4096, MAX_LISTED = 8192;
 struct Shared {
-  u64 changed[MAX_UNITS / 8], near[MAX_UNITS / 8], minus[MAX_UNITS / 8];
+  // Bits of the elements that changed; of these by one step, of these downwards; and literals.
+  u64 changed[MAX_GROUPS], near[MAX_GROUPS], minus[MAX_GROUPS], literal[MAX_GROUPS];
   u64 counts[WARPS], quotients[WARPS], old_sums[WARPS], change_sums[WARPS], base;
-  u32 near_ends[WARPS], far_ends[WARPS];
-  u32 bits[MAX_BIT_WORDS];
+  u32 changes[WARPS], near_ends[WARPS], far_ends[WARPS];
+  union { u32 bits[MAX_BIT_WORDS]; u16 list[MAX_LISTED]; };
 };
+
+DEVICE void set_bit(u64* bits, u32 at) { atomicOr((u32*)bits + (at >> 5), 1u << (at & 31)); }
 
 struct Output { u64* sums; u64* headers; i64* begins; u32* bodies; u64* counters; u64 capacity; };
 
@@ -210,36 +223,66 @@ template <int S> DEVICE void encode_block(
     for (int i = 0; i < IN_FLIGHT; i++) {
       const u32 u = u0 + i * THREADS;
       if (u >= units) continue;
-      Masks m = compare<S>(a[i], b[i]);
-      u32 own = 0xff;
-      if (u == 0) own &= 0xff << head;
-      if (8 * u + 8 > head + n) own &= 0xff >> (8 * u + 8 - head - n);
-      any |= m.changed & own;
-      ((u8*)s.changed)[u] = (u8)(m.changed & own);
-      ((u8*)s.near)[u] = (u8)(m.near & own);
-      ((u8*)s.minus)[u] = (u8)(m.minus & own);
+      u32 changed = compare<S>(a[i], b[i]);
+      if (u == 0) changed &= 0xff << head;
+      if (8 * u + 8 > head + n) changed &= 0xff >> (8 * u + 8 - head - n);
+      any |= changed;
+      ((u8*)s.changed)[u] = (u8)changed;
     }
   }
-  if (t < groups * 8 - units)
-    ((u8*)s.changed)[units + t] = ((u8*)s.near)[units + t] = ((u8*)s.minus)[units + t] = 0;
+  if (t < groups * 8 - units) ((u8*)s.changed)[units + t] = 0;
+  for (u32 g = t; g < groups; g += THREADS) s.near[g] = s.minus[g] = s.literal[g] = 0;
   if (!__syncthreads_or(any)) {
     if (t == 0) { out.headers[block] = 0; out.begins[block] = 0; }
     return;
   }
 
-  // 2. Count, and find the last place of each class before a thread's own ones.
+  // 2. List the changes, so that each thread looks at as many: what they are, and their sums.
   const u32 each = (groups + THREADS - 1) / THREADS;
   const u32 g0 = lower(t * each, groups), g1 = lower(g0 + each, groups);
+  u32 own = 0;
+  for (u32 g = g0; g < g1; g++) own += __popcll(s.changed[g]);
+  u32 first = warp_scan(own, lane), num_changes = 0;
+  if (lane == 31) s.changes[warp] = first;
+  first -= own;
+  __syncthreads();
+  for (u32 w = 0; w < WARPS; w++) {
+    if (w < warp) first += s.changes[w];
+    num_changes += s.changes[w];
+  }
+  Sums sums;
+  sums.clear();
+  for (u32 done = 0; done < num_changes; done += MAX_LISTED) {
+    u32 i = first - done;  // wraps around before the first that is listed now
+    for (u32 g = g0; g < g1; g++) {
+      for (u64 m = s.changed[g]; m; m &= m - 1, i++)
+        if (i < MAX_LISTED) s.list[i] = (u16)(g * 64 + __ffsll(m) - 1);
+    }
+    __syncthreads();
+    for (i = t; i < lower(num_changes - done, MAX_LISTED); i += THREADS) {
+      const u32 slot = s.list[i];
+      const u64 was = load<S>(olds + slot * S), is = load<S>(news + slot * S);
+      const i64 step = step_of<S>(was, is);
+      if (step == 1 || step == -1) {
+        set_bit(s.near, slot);
+        if (step < 0) set_bit(s.minus, slot);
+      } else if (far_code(step) == LITERAL) {
+        set_bit(s.literal, slot);
+      }
+      const u64 p = p0 + (slot - head);
+      sums.add(run.first + spread(p, run.num, run.count, run.stride), S, was, is);
+    }
+    __syncthreads();
+  }
+  u64 old_sum = warp_sum(sums.old_sum), change_sum = warp_sum(sums.change_sum);
+
+  // 3. Count, and find the last place of each class before a thread's own ones.
   u32 nears = 0, fars = 0, literals = 0, near_end = 0, far_end = 0;
   for (u32 g = g0; g < g1; g++) {
     const u64 near = s.near[g], far = s.changed[g] ^ near;
-    nears += __popcll(near); fars += __popcll(far);
+    nears += __popcll(near); fars += __popcll(far); literals += __popcll(s.literal[g]);
     if (near) near_end = g * 64 + 64 - __clzll(near) - head;
     if (far) far_end = g * 64 + 64 - __clzll(far) - head;
-    for (u64 m = far; m; m &= m - 1) {
-      const u32 slot = g * 64 + __ffsll(m) - 1;
-      literals += far_code<S>(load<S>(olds + slot * S), load<S>(news + slot * S)) == LITERAL;
-    }
   }
   const u64 counts = nears | (u64)fars << 16 | (u64)literals << 32;
   u64 before = counts;
@@ -271,7 +314,7 @@ template <int S> DEVICE void encode_block(
   const u32 num_near = total & 0xffff, num_far = (total >> 16) & 0xffff;
   const u32 num_literal = (u32)(total >> 32);
 
-  // 3. Add up the quotients of the gaps.
+  // 4. Add up the quotients of the gaps.
   const u32 k_near = gap_bits(num_near, n), k_far = gap_bits(num_far, n);
   u32 near_quotients = 0, far_quotients = 0, near_at = near_before, far_at = far_before;
   for (u32 g = g0; g < g1; g++) {
@@ -299,7 +342,7 @@ template <int S> DEVICE void encode_block(
     all_quotients += s.quotients[w];
   }
 
-  // 4. Lay out the body, and reserve room for it.
+  // 5. Lay out the body, and reserve room for it.
   const u32 at_signs = num_near * k_near, at_far = at_signs + num_near;
   const u32 at_codes = at_far + num_far * k_far, at_near_quotients = at_codes + 4 * num_far;
   const u32 at_far_quotients = at_near_quotients + num_near + (u32)all_quotients;
@@ -325,15 +368,13 @@ template <int S> DEVICE void encode_block(
   u64 base = is_shared ? 0 : s.base;
   bool fits = base + num_words <= out.capacity;
 
-  Sums sums;
-  sums.clear();
-  const u64 num = run.num, count = run.count, stride = run.stride;
   if (is_raw) {
     u32* const body = out.bodies + base;
     u8* const bytes = (u8*)body;
+    sums.clear();  // the old sum is that of all elements, then
     for (u32 p = t; p < n; p += THREADS) {
       const u64 was = load<S>(olds + (head + p) * S), is = load<S>(news + (head + p) * S);
-      sums.add(run.first + spread(p0 + p, num, count, stride), S, was, is);
+      sums.add(run.first + spread(p0 + p, run.num, run.count, run.stride), S, was, is);
       if (!fits) continue;
       if (S == 8) {
         body[2 * p] = (u32)is; body[2 * p + 1] = (u32)(is >> 32);
@@ -342,8 +383,10 @@ template <int S> DEVICE void encode_block(
       }
     }
     if (fits && t < num_words * 4 - n * S) bytes[n * S + t] = 0;
+    old_sum = warp_sum(sums.old_sum);
+    change_sum = warp_sum(sums.change_sum);
   } else {
-    // 5. Write the bits.
+    // 6. Write the bits.
     Writer rests, flags, unary, values;
     u32 i = before & 0xffff, quotient_bit = at_near_quotients + i + (u32)quotients_before;
     near_at = near_before;
@@ -352,7 +395,6 @@ template <int S> DEVICE void encode_block(
       const u64 near = s.near[g], minus = s.minus[g];
       for (u64 m = near; m; m &= m - 1) {
         const u32 j = __ffsll(m) - 1, p = g * 64 + j - head, gap = p - near_at;
-        const u64 was = load<S>(olds + (head + p) * S);
         const u32 sign = (u32)(minus >> j) & 1;
         near_at = p + 1;
         rests.put(i * k_near, gap & ((1u << k_near) - 1), k_near);
@@ -360,9 +402,6 @@ template <int S> DEVICE void encode_block(
         quotient_bit += gap >> k_near;
         unary.put(quotient_bit++, 1, 1);
         i++;
-        u64 is = sign ? was - 1 : was + 1;
-        if (S < 8) is &= (1ull << (8 * S % 64)) - 1;
-        sums.add(run.first + spread(p0 + p, num, count, stride), S, was, is);
       }
     }
     rests.end(); flags.end(); unary.end();
@@ -375,7 +414,7 @@ template <int S> DEVICE void encode_block(
       for (u64 m = s.changed[g] ^ s.near[g]; m; m &= m - 1) {
         const u32 p = g * 64 + __ffsll(m) - 1 - head, gap = p - far_at;
         const u64 was = load<S>(olds + (head + p) * S), is = load<S>(news + (head + p) * S);
-        const u32 code = far_code<S>(was, is);
+        const u32 code = far_code(step_of<S>(was, is));
         far_at = p + 1;
         rests.put(at_far + i * k_far, gap & ((1u << k_far) - 1), k_far);
         flags.put(at_codes + 4 * i, code, 4);
@@ -391,17 +430,15 @@ template <int S> DEVICE void encode_block(
             for (int b = 0; b < S; b++) ((u8*)(out.bodies + base))[byte + b] = (u8)(is >> (8 * b));
           }
         }
-        sums.add(run.first + spread(p0 + p, num, count, stride), S, was, is);
       }
     }
     rests.end(); flags.end(); unary.end(); values.end();
   }
-  const u64 old_sum = warp_sum(sums.old_sum), change_sum = warp_sum(sums.change_sum);
   if (lane == 0) { s.old_sums[warp] = old_sum; s.change_sums[warp] = change_sum; }
   if (t == 0) { s.base = reserved; out.begins[block] = (i64)reserved; }
   __syncthreads();
 
-  // 6. Copy what was put together to the place that was found for it.
+  // 7. Copy what was put together to the place that was found for it.
   base = s.base;
   fits = base + num_words <= out.capacity;
   u32* const body = out.bodies + base;
@@ -450,9 +487,13 @@ _GATHER: Final = r"""
 // A warp copies the body of one block to its place.
 extern "C" __global__ void gather(
     const u32* bodies, const i64* begins, const u64* headers, const i64* ends, u32* to,
-    int num_blocks, int capacity) {
+    int num_blocks, int capacity, int num_before) {
   const u32 block = blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (block >= (u32)num_blocks) return;
+  if (block == 0 && ends[num_blocks - 1] <= capacity) {  // fill up the last 256 bytes
+    const i64 end = ends[num_blocks - 1], filled = (num_before + end + 63) / 64 * 64 - num_before;
+    for (i64 i = end + (threadIdx.x & 31); i < filled; i += 32) to[i] = 0;
+  }
   const u32 num_words = (u32)(headers[block] >> 48);
   const i64 end = ends[block], from = begins[block];
   if (end > capacity || from + num_words > capacity) return;
@@ -833,10 +874,23 @@ def encode(
     itemsizes: tuple[int, ...],
     out: torch.Tensor,
 ) -> Encoded:
-    """Code the changes of a bucket's dense payload; reads each of both once.
+    """Code the changes of a bucket's dense payload; as ``start_encode``, but blocks until it is
+    done."""
+    return start_encode(old, new, runs, itemsizes, out)()
 
-    Runs on the calling thread's current stream, and blocks until that has come to the end. Needs as
-    much memory again as ``out`` has, until then.
+
+def start_encode(
+    old: torch.Tensor,
+    new: torch.Tensor,
+    runs: tuple[Run, ...],
+    itemsizes: tuple[int, ...],
+    out: torch.Tensor,
+) -> Callable[[], Encoded]:
+    """Begin to code the changes of a bucket's dense payload; return a function that blocks until
+    it is done. Each of both payloads is read once.
+
+    Runs on the calling thread's current stream. Needs as much memory again as ``out`` has, until
+    it is done.
 
     Args:
         old, new: Dense payloads, uint8, 1-D, contiguous, on a GPU where the kernels ``works``,
@@ -861,7 +915,7 @@ def encode(
     headers = head[num_runs * _SUM_BYTES : tables.bodies_at].view(torch.int64)
     if num_blocks:
         begins = torch.empty(num_blocks, dtype=torch.int64, device=device)
-        bodies = torch.empty(capacity, dtype=torch.int32, device=device)
+        bodies = _memory(4 * capacity, device).view(torch.int32)
         _launch(
             "encode", device, num_blocks, old, new, tables.runs, tables.owners, totals[2:], headers,
             begins, bodies, totals, min(capacity, 2**31 - 1),
@@ -870,14 +924,19 @@ def encode(
         _launch(
             "gather", device, -(-num_blocks // _WARPS), bodies, begins, headers, ends,
             out[min(tables.bodies_at, room) :], num_blocks, min(capacity, 2**31 - 1),
+            tables.bodies_at // 4,
         )  # fmt: skip
+    else:
+        out[: align_up(tables.bodies_at)].zero_()
     sums.copy_(totals[2::2])
-    num_words, num_changes, *both = totals.tolist()
-    end = tables.bodies_at + 4 * num_words
-    num_bytes = align_up(end)
-    if num_bytes <= room:
-        out[end:num_bytes].zero_()
-    return Encoded(num_bytes, num_changes, [value % 2**64 for value in both[1::2]])
+    fetched = HostCopy(totals)
+
+    def end() -> Encoded:
+        num_words, num_changes, *both = fetched.wait().tolist()
+        num_bytes = align_up(tables.bodies_at + 4 * num_words)
+        return Encoded(num_bytes, num_changes, [value % 2**64 for value in both[1::2]])
+
+    return end
 
 
 class Decoded:
@@ -997,7 +1056,7 @@ def decode(
     if is_bad or align_up(end) != payload.numel():
         raise _malformed()
     bodies = payload[tables.bodies_at :].view(torch.int32)
-    lists = torch.empty(size, dtype=torch.uint8, device=device)
+    lists = _memory(size, device)
     num_ctas = -(-num_blocks // _WARPS)
     _launch(
         "decode", device, num_ctas, headers, bodies, ends, tables.runs, placed, tables.owners, data,
@@ -1022,6 +1081,11 @@ def _check_memory(memory: torch.Tensor) -> None:
     assert memory.dim() == 1
     assert memory.is_contiguous()
     assert memory.data_ptr() % _READ_BYTES == 0, "is not aligned"
+
+
+def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return memory.fill_(0xFF) if _CHECKS else memory
 
 
 @lru_cache(maxsize=256)
