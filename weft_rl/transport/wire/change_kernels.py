@@ -546,8 +546,11 @@ struct Body {
   }
 };
 
+const u32 NOWHERE = 0xffff;
+const int ROUNDS = 4;
+
 // Writes i + (the quotients up to the i-th, shifted by k) for each of `count` gaps, whose
-// quotients begin at `at`; 0xffff for what reaches `n`. Returns the bit behind the last one.
+// quotients begin at `at`; NOWHERE for what reaches `n`. Returns the bit behind the last one.
 DEVICE u32 select(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* out, bool& is_bad) {
   const u32 lane = threadIdx.x & 31, begin = at, end_bits = body.num_words * 32;
   u32 found = 0, end = at;
@@ -559,14 +562,14 @@ DEVICE u32 select(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* out, b
     for (; ones && i < count; i++, ones &= ones - 1) {
       const u32 bit = at + 32 * lane + __ffs(ones) - 1, quotients = bit - begin - i;
       const u32 place = quotients > n >> k ? n : (quotients << k) + i;
-      out[i] = (u16)(place < n ? place : 0xffff);
+      out[i] = (u16)(place < n ? place : NOWHERE);
       end = bit + 1;
     }
     found += __shfl_sync(ALL, up_to, 31);
     at += 1024;
   }
   if (found < count) {  // cut off: nothing may be read that was not written
-    for (u32 i = found + lane; i < count; i += 32) out[i] = 0xffff;
+    for (u32 i = found + lane; i < count; i += 32) out[i] = (u16)NOWHERE;
   }
   for (int o = 16; o; o >>= 1) end = higher(end, __shfl_xor_sync(ALL, end, o));
   __syncwarp();
@@ -581,6 +584,26 @@ DEVICE bool holds(const u16* list, u32 count, u32 value) {
     if (list[middle] < value) low = middle + 1; else high = middle;
   }
   return low < count && list[low] == value;
+}
+
+// Adds the remainders up to each gap's own, from bit `at` on, to what `select` has written: then the
+// list holds places, and NOWHERE for what is none or stands among the `num_near` before it, too.
+DEVICE void add_remainders(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* list,
+                           u32 num_near, bool& is_bad) {
+  const u32 lane = threadIdx.x & 31;
+  u32 before = 0;
+  for (u32 i0 = 0; i0 < count; i0 += 32) {
+    const u32 i = i0 + lane;
+    const bool is_own = i < count;
+    const u32 up_to = before + warp_scan(is_own ? body.bits(at + i * k, k) : 0, lane);
+    before = __shfl_sync(ALL, up_to, 31);
+    if (!is_own) continue;
+    const u32 base = list[i], place = base + up_to;
+    const bool is_place = base != NOWHERE && place < n && !holds(list - num_near, num_near, place);
+    if (!is_place) is_bad = true;
+    list[i] = (u16)(is_place ? place : NOWHERE);
+  }
+  __syncwarp();
 }
 
 struct Input {
@@ -621,48 +644,38 @@ template <int S> DEVICE void decode_block(
   if ((num_bytes + 3) >> 2 != body.num_words) is_bad = true;
   else if (body.bits(end, 8 * at_literals - end) ||
            body.bits(8 * num_bytes, 32 * body.num_words - 8 * num_bytes)) is_bad = true;
-  u32 rests = 0, literals = 0;
-  for (u32 i0 = 0; i0 < num; i0 += 32) {
-    // The lists follow one another, and one round may hold the end of the first: then it goes
-    // twice over it, and each lane takes part once.
-    for (int is_far = 0; is_far < 2; is_far++) {
-      if (is_far ? i0 + 32 <= num_near : i0 >= num_near) continue;
-      const u32 i = i0 + lane;
-      const bool is_own = i < num && (i >= num_near) == (bool)is_far;
-      if (is_far && i0 <= num_near) {
-        rests = 0;
-        __syncwarp();  // the near places are looked up from here on
-      }
-      const u32 nth = is_far ? i - num_near : i;
-      u32 rest = 0, code = 0;
-      if (is_own) {
-        rest = is_far ? body.bits(at_far + nth * k_far, k_far) : body.bits(nth * k_near, k_near);
-        code = is_far ? body.bits(at_codes + 4 * nth, 4) : body.bits(at_signs + nth, 1);
-      }
-      const u32 up_to = rests + warp_scan(rest, lane);
-      rests = __shfl_sync(ALL, up_to, 31);
-      const bool is_literal = is_own && is_far && code == 7;
+  add_remainders(body, 0, num_near, k_near, n, places, 0, is_bad);
+  add_remainders(body, at_far, num_far, k_far, n, places + num_near, num_near, is_bad);
+
+  // Several rounds at a time, so that their old elements are fetched together.
+  u32 literals = 0;
+  for (u32 i0 = lane; i0 - lane < num; i0 += 32 * ROUNDS) {
+    u32 p[ROUNDS];
+    u64 was[ROUNDS];
+    #pragma unroll
+    for (int r = 0; r < ROUNDS; r++) p[r] = i0 + 32 * r < num ? places[i0 + 32 * r] : NOWHERE;
+    #pragma unroll
+    for (int r = 0; r < ROUNDS; r++) was[r] = p[r] == NOWHERE ? 0 : load<S>(in.data + in.at(p[r], S));
+    #pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+      const u32 i = i0 + 32 * r;
+      const bool is_own = i < num, is_far = is_own && i >= num_near;
+      u32 code = 0;
+      if (is_far) code = body.bits(at_codes + 4 * (i - num_near), 4);
+      else if (is_own) code = body.bits(at_signs + i, 1);
+      const bool is_literal = is_far && code == 7;
       const u32 chosen = __ballot_sync(ALL, is_literal);
       const u32 literal = literals + __popc(chosen & ((1u << lane) - 1));
       literals += __popc(chosen);
+      if (is_far && code == 15) is_bad = true;
       if (!is_own) continue;
-      const u32 base = places[i], p = base + up_to;
-      if (base == 0xffff || p >= n ||
-          (is_far && (code == 15 || holds(places, num_near, p)))) {
-        is_bad = true;
-        places[i] = 0xffff;
-        store<S>(news + i * S, 0); store<S>(olds + i * S, 0);
-        continue;
-      }
-      const u64 was = load<S>(in.data + in.at(p, S));
       u64 is;
-      if (!is_far) is = code ? was - 1 : was + 1;
+      if (!is_far) is = code ? was[r] - 1 : was[r] + 1;
       else if (is_literal) is = body.literal(at_literals + literal * S, S);
-      else is = code < 7 ? was + code + 2 : was - (code - 8) - 2;
+      else is = code < 7 ? was[r] + code + 2 : was[r] - (code - 8) - 2;
       is &= mask;
-      places[i] = (u16)p;
-      store<S>(news + i * S, is); store<S>(olds + i * S, was);
-      sums.add(in.element(p), S, was, is);
+      store<S>(news + i * S, is); store<S>(olds + i * S, was[r]);
+      if (p[r] != NOWHERE) sums.add(in.element(p[r]), S, was[r], is);
     }
   }
   if (literals != num_literal) is_bad = true;
@@ -833,7 +846,7 @@ def run_rows(runs: Sequence[Run], itemsizes: Sequence[int]) -> list[tuple[int, .
         of one, and as they lie in its tensor: the first, those of a row, and from one row to the
         next.
     """
-    rows = []
+    rows: list[tuple[int, ...]] = []
     at = block = 0
     for run, size in zip(runs, itemsizes, strict=True):
         num = run.num_elements
