@@ -703,11 +703,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) decode(
   if (block == 0)
     for (int i = lane; i < num_filling; i += 32)
       if (bodies[num_body_words + i]) atomicOr(status, 1u);
+  // Fetched together, since what follows waits for them.
   const u64 header = headers[block];
-  const i64 room = block ? rooms_up_to[block - 1] : 0;
-  if (!header || rooms_up_to[block] == room) return;
-  const u32 which = owners[block], num_words = (u32)(header >> 48);
+  const i64 room = block ? rooms_up_to[block - 1] : 0, room_end = rooms_up_to[block];
   const i64 end = ends[block];
+  const u32 which = owners[block], num_words = (u32)(header >> 48);
+  if (!header || room_end == room) return;
   if (end > num_body_words) {
     if (lane == 0) atomicOr(status, 1u);
     return;
@@ -765,15 +766,16 @@ extern "C" __global__ void __launch_bounds__(256) scatter(
   const u32 block = blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (block >= (u32)num_blocks) return;
   const u64 header = headers[block];
-  const i64 room = block ? rooms_up_to[block - 1] : 0;
-  if (!header || rooms_up_to[block] == room) return;
+  const i64 room = block ? rooms_up_to[block - 1] : 0, room_end = rooms_up_to[block];
+  const i64 end = ends[block];
   const u32 which = owners[block];
+  if (!header || room_end == room) return;
   const Run& run = runs[which];
   const Place& place = places[which];
   const u64 p0 = ((u64)block - run.first_block) * BLOCK;
   const u32 n = run.num - p0 < BLOCK ? (u32)(run.num - p0) : BLOCK;
   const u8* const list = lists + room;
-  const u32* const body = bodies + (ends[block] - (i64)(header >> 48));
+  const u32* const body = bodies + (end - (i64)(header >> 48));
   if (run.size == 2) scatter_block<2>(list, body, header, run, place, p0, n, data, is_undo);
   else if (run.size == 1) scatter_block<1>(list, body, header, run, place, p0, n, data, is_undo);
   else if (run.size == 4) scatter_block<4>(list, body, header, run, place, p0, n, data, is_undo);
@@ -971,7 +973,7 @@ class Decoded:
         num_bytes: int,
     ) -> None:
         self._launch = launch
-        self._results = torch.cat([status, listed, found])
+        self._results = HostCopy(torch.cat([status, listed, found]))
         self._num_runs = len(listed)
         self._values: list[int] | None = None
         self._is_checked = False
@@ -980,7 +982,7 @@ class Decoded:
 
     def _fetched(self) -> list[int]:
         if self._values is None:
-            self._values = [value % 2**64 for value in self._results.tolist()]
+            self._values = [value % 2**64 for value in self._results.wait().tolist()]
         return self._values
 
     def check(self) -> None:
