@@ -1,0 +1,75 @@
+"""The kernels of changes on a CPU, compiled by g++: their threads take turns there.
+
+This shows that the arithmetic is right and that warps meet where they must. What a GPU does at the
+same time it does not show: ``tests/gpu/test_changes.py`` has the same cases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_changes import check_case
+from weft_rl.transport.wire import change_kernels
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+CPU = torch.device("cpu")
+_HEADER = Path(__file__).with_name("cuda_threads.h")
+_LAUNCH = """
+extern "C" void launch(unsigned programs, unsigned num_threads, void** args) {
+  threads::launch_with(%s, programs, num_threads, args);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Compile all kernels for the CPU."""
+    folder, found = tmp_path_factory.mktemp("kernels"), {}
+    for name, source in change_kernels.SOURCES.items():
+        path = folder / f"{name}.cpp"
+        path.write_text(f'#include "{_HEADER}"\n{source}{_LAUNCH % name}')
+        flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
+        subprocess.run(["g++", *flags, str(path), "-o", f"{path}.so"], check=True)
+        found[name] = ctypes.CDLL(f"{path}.so")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(libraries: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(change_kernels, "_compiled", lambda name, _: _caller(libraries[name]))
+
+
+def _caller(library: Any) -> Callable[..., None]:
+    def launch(grid: tuple[int, ...], block: tuple[int, ...], args: list[Any]) -> None:
+        values = [
+            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, torch.Tensor) else ctypes.c_int(arg)
+            for arg in args
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        library.launch(grid[0], block[0], pointers)
+
+    return launch
+
+
+def test_the_check_of_a_device_passes() -> None:
+    assert change_kernels.works(CPU)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_small_runs(seed: int) -> None:
+    check_case(seed, CPU, max_elements=2000)
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_runs_of_several_blocks(seed: int) -> None:
+    check_case(seed, CPU)
