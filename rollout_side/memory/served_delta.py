@@ -12,23 +12,38 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from rollout_side.memory.versions import PartialTransfer, ServedBase
+from rollout_side.memory.versions import ElementPlace, PartialTransfer, ServedBase
 from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, NotReadyError
 from weft_rl.contract.manifest import Manifest, Run
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.wire.changes import decode_changes, run_sum
+from weft_rl.transport.wire import change_kernels
+from weft_rl.transport.wire.changes import RunPlace, decode_changes, run_elements, run_sum
+
+
+class PlacedChanges(Protocol):
+    """Changes of some runs, read against the weights that they are to be written over."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    def apply(self) -> None:
+        """Write the new elements."""
+
+    def undo(self) -> None:
+        """Write the old elements back."""
 
 
 class ChangedElements(NamedTuple):
-    """Elements of one tensor, ascending, with the bits that they have and will have."""
+    """Elements of one tensor, ascending, with the bits that they have and will have; see
+    ``PlacedChanges``."""
 
-    tensor: int
-    """Index in the manifest."""
+    places: Sequence[ElementPlace]
     elements: torch.Tensor
     """Indices in the tensor, int64, on the device of the weights."""
     old: torch.Tensor
@@ -36,8 +51,17 @@ class ChangedElements(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it takes."""
         return self.elements.nbytes + self.old.nbytes + self.new.nbytes
+
+    def apply(self) -> None:
+        self._write(self.new)
+
+    def undo(self) -> None:
+        self._write(self.old)
+
+    def _write(self, values: torch.Tensor) -> None:
+        for place in self.places:
+            place.write(self.elements, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +76,7 @@ class StagedDelta:
     """Digest of the version that it makes."""
     tensor_digests: tuple[int, ...]
     """Digests of that version's tensors, in the manifest's order."""
-    changes: tuple[ChangedElements, ...] = field(repr=False)
+    changes: tuple[PlacedChanges, ...] = field(repr=False)
     received: PartialTransfer | None = None
 
     @property
@@ -79,8 +103,11 @@ class StagedDelta:
 
     @property
     def undo(self) -> StagedDelta:
-        """The same with the old elements alone, which take it back once it was applied."""
-        changes = tuple(each._replace(new=each.old[:0]) for each in self.changes)
+        """The same once it was applied: what takes it back, without what it came as."""
+        changes = tuple(
+            each._replace(new=each.old[:0]) if isinstance(each, ChangedElements) else each
+            for each in self.changes
+        )
         return replace(self, changes=changes, received=None)
 
     @property
@@ -112,7 +139,7 @@ class StagedDelta:
                 reason="NOT_STAGED",
             )
         try:
-            self._write(lambda each: each.new)
+            self._each(lambda changes: changes.apply())
         except Exception as error:
             self.take_back(error)
             raise LoadFailedError(
@@ -128,7 +155,7 @@ class StagedDelta:
             LoadFailedError: Metadata ``dirty``: it failed midway.
         """
         try:
-            self._write(lambda each: each.old)
+            self._each(lambda changes: changes.undo())
         except Exception as error:  # noqa: BLE001 (whatever failed, the weights are mixed)
             raise LoadFailedError(
                 f"taking {self.version} back failed midway, the weights are mixed: {error}",
@@ -136,12 +163,12 @@ class StagedDelta:
             ) from (cause or error)
         return self.base
 
-    def _write(self, values: Callable[[ChangedElements], torch.Tensor]) -> None:
+    def _each(self, write: Callable[[PlacedChanges], None]) -> None:
         with torch.no_grad():
-            for each in self.changes:
-                for place in self.base.places(each.tensor):
-                    place.write(each.elements, values(each))
-        _wait_for(self.changes)
+            for changes in self.changes:
+                write(changes)
+        if (device := self.base.device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def stage_delta(
@@ -162,25 +189,15 @@ def stage_delta(
         DigestMismatchError: An old element is not the one that was changed, or a payload is
             malformed.
     """
-    digests, changes = list(base.tensor_digests), list[ChangedElements]()
+    digests, changes = list(base.tensor_digests), list[PlacedChanges]()
     for number, (runs, payload) in enumerate(payloads):
         report(number)
         sizes = [base.manifest.tensors[run.tensor].meta.dtype.itemsize_bytes for run in runs]
-        decoded = decode_changes(payload, runs, sizes)
-        for run, size, own in zip(runs, sizes, decoded, strict=True):
-            elements = _elements(run, own.positions)
-            old = _read(base, run.tensor, elements)
-            if run_sum(run, own.positions, old, size) != own.old_sum:
-                name = base.manifest.tensors[run.tensor].meta.name
-                raise DigestMismatchError(
-                    f"tensor {name!r} of {base.version} is not the one that was changed: the "
-                    "weights here are not those that the delta was made from"
-                )
-            new = own.new_values(old)
-            added = run_sum(run, own.positions, new, size) - own.old_sum
-            digests[run.tensor] = (digests[run.tensor] + added) % 2**64
-            if len(elements):
-                changes.append(ChangedElements(run.tensor, elements, old, new))
+        read = _read_by_kernels(base, runs, sizes, payload)
+        placed, sums = _read(base, runs, sizes, payload) if read is None else read
+        changes += placed
+        for run, change in zip(runs, sums, strict=True):
+            digests[run.tensor] = (digests[run.tensor] + change) % 2**64
     return StagedDelta(
         transfer_id=transfer_id,
         version=version,
@@ -191,30 +208,76 @@ def stage_delta(
     )
 
 
-def _elements(run: Run, positions: torch.Tensor) -> torch.Tensor:
-    """Return the indices in its tensor of a run's elements."""
-    if run.repeats == 1:
-        return positions + run.first
-    row = torch.div(positions, run.count, rounding_mode="floor")
-    return run.first + row * run.stride + positions % run.count
+_Read = tuple[Sequence[PlacedChanges], Sequence[int]]
 
 
-def _read(base: ServedBase, tensor: int, elements: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements where they lie; those that lie twice, where they do first."""
-    old: torch.Tensor | None = None
-    for place in base.places(tensor):
-        here, found = place.read(elements)
-        if old is None:
-            old = torch.empty(len(elements), dtype=found.dtype, device=found.device)
-        old[here] = found
-    assert old is not None, "every element lies somewhere"
-    return old
+def _read(
+    base: ServedBase, runs: Sequence[Run], sizes: Sequence[int], payload: torch.Tensor
+) -> _Read:
+    """Read the changes of a wire bucket; return them, and what each run's digest changes by."""
+    found, sums = list[PlacedChanges](), []
+    for run, size, own in zip(runs, sizes, decode_changes(payload, runs, sizes), strict=True):
+        elements, places = run_elements(run, own.positions), base.places(run.tensor)
+        old = torch.empty(len(elements), dtype=places[0].bits.dtype, device=elements.device)
+        for place in places:  # of what lies twice, either
+            here, bits = place.read(elements)
+            old[here] = bits
+        if run_sum(run, own.positions, old, size) != own.old_sum:
+            raise _not_the_base(base, run)
+        new = own.new_values(old)
+        sums.append(run_sum(run, own.positions, new, size) - own.old_sum)
+        if len(elements):
+            found.append(ChangedElements(places, elements, old, new))
+    return found, sums
 
 
-def _wait_for(changes: Sequence[ChangedElements]) -> None:
-    for each in changes[:1]:
-        if each.new.is_cuda:
-            torch.cuda.current_stream(each.new.device).synchronize()
+#: More than any GPU has: a place is not looked at as one of the memory that begins there.
+_ALL_MEMORY = 2**60
+
+
+def _read_by_kernels(
+    base: ServedBase, runs: Sequence[Run], sizes: Sequence[int], payload: torch.Tensor
+) -> _Read | None:
+    """Read as ``_read`` does, on a GPU, where every run lies in one piece, as often as it lies
+    there; else return None."""
+    if not (payload.is_cuda and change_kernels.works(payload.device)):
+        return None
+    of_runs = [base.places(run.tensor) for run in runs]
+    for run, found in zip(runs, of_runs, strict=True):
+        if not all(place.begin <= run.first and run.end <= place.end for place in found):
+            return None
+    memory = min((p.bits for found in of_runs for p in found), key=lambda bits: bits.data_ptr())
+    if memory.data_ptr() % 16:  # which kernels read at once
+        return None
+    first, placed, sums = memory.data_ptr(), list[PlacedChanges](), list[int]()
+    for nth in range(max(map(len, of_runs))):  # tied weights lie twice
+        chosen = [found[min(nth, len(found) - 1)] for found in of_runs]
+        places = [
+            RunPlace(
+                place.bits.data_ptr() - first + (run.first - place.begin) * size,
+                run.count,
+                run.stride,
+            )
+            for run, size, place in zip(runs, sizes, chosen, strict=True)
+        ]
+        changes = change_kernels.decode(
+            payload, tuple(runs), tuple(sizes), memory.view(torch.uint8), tuple(places), _ALL_MEMORY
+        )
+        try:
+            changes.check()
+        except DigestMismatchError as error:
+            raise DigestMismatchError(f"{base.version}: {error.message}") from error
+        placed.append(changes)
+        sums = changes.sums()
+    return placed, sums
+
+
+def _not_the_base(base: ServedBase, run: Run) -> DigestMismatchError:
+    name = base.manifest.tensors[run.tensor].meta.name
+    return DigestMismatchError(
+        f"tensor {name!r} of {base.version} is not the one that was changed: the weights here are "
+        "not those that the delta was made from"
+    )
 
 
 class ServedSlot:

@@ -80,6 +80,11 @@ class ServedBase:
     """Function that returns the places of a tensor's elements: each element has one or more."""
 
     @property
+    def device(self) -> torch.device:
+        """Device of the weights; only of a base that ``takes_deltas``."""
+        return self.places(0)[0].bits.device
+
+    @property
     def takes_deltas(self) -> bool:
         """True if elements can be read and written where they lie."""
         return bool(self.tensor_digests)

@@ -163,7 +163,7 @@ class ServedDeltaTransfer(DeltaTransfer):
             self._check_runs()
             assert isinstance(self._base, ServedBase), "it was lent as such"
             partial = self._partial
-            device = self._base.places(0)[0].bits.device
+            device = self._base.device
             staged = stage_delta(
                 self._base,
                 partial.transfer_id,

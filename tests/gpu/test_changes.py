@@ -12,7 +12,7 @@ import torch
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import Run
 from weft_rl.transport.wire import change_kernels
-from weft_rl.transport.wire.changes import (
+from weft_rl.transport.wire.change_coding import (
     BLOCK_ELEMENTS,
     RunPlace,
     apply_changes,
@@ -99,7 +99,7 @@ def put(data: torch.Tensor, payload: torch.Tensor, case: Case, places: Sequence[
     packed = packed_places(case.runs, case.itemsizes)
     for run, itemsize, begin, place in zip(case.runs, case.itemsizes, packed, places, strict=True):
         nth = torch.arange(run.num_elements)
-        element = nth // place.count * place.stride + nth % place.count
+        element = nth // place.row * place.stride + nth % place.row
         byte = (place.at + element * itemsize).unsqueeze(1) + torch.arange(itemsize)
         own = payload[begin.at : begin.at + run.num_elements * itemsize]
         data[byte.view(-1)] = own
@@ -226,6 +226,6 @@ def test_other_weights_are_refused() -> None:
     data = case.new.to(CUDA)
     payload = wanted.payload.to(CUDA)
     decoded = change_kernels.decode(payload, case.runs, case.itemsizes, data, places)
-    with pytest.raises(DigestMismatchError, match="not those that the changes were made from"):
+    with pytest.raises(DigestMismatchError, match="not those that the delta was made from"):
         decoded.check()
     change_kernels.decode(payload, case.runs, case.itemsizes, there, places).check()

@@ -40,8 +40,8 @@ class RunPlace(NamedTuple):
     """Byte of its first element; a multiple of the element's size."""
     row: int
     """Elements of each row."""
-    stride: int
-    """Elements from the beginning of one row to that of the next."""
+    stride: int = 0
+    """Elements from the beginning of one row to that of the next; 0 where there is but one."""
 
 
 class EncodedChanges(NamedTuple):
@@ -104,7 +104,7 @@ def run_sum(run: Run, positions: torch.Tensor, bits: torch.Tensor, itemsize: int
         positions: Their places in the run, int64.
         bits: Integers of ``itemsize`` bytes.
     """
-    return int(_weighed(_elements(run, positions), bits, itemsize).sum()) % 2**64
+    return int(_weighed(run_elements(run, positions), bits, itemsize).sum()) % 2**64
 
 
 def encode_changes(
@@ -228,7 +228,7 @@ class _Blocks:
         return exponent.to(torch.int64) * (count > 0)
 
 
-def _elements(run: Run, positions: torch.Tensor) -> torch.Tensor:
+def run_elements(run: Run, positions: torch.Tensor) -> torch.Tensor:
     """Return the indices in its tensor of a run's elements."""
     if run.repeats == 1:
         return positions + run.first
@@ -407,7 +407,7 @@ class _Encoder:
             own = slice(edges[index], edges[index + 1])
             if own.start == own.stop:
                 continue
-            elements = _elements(run, changes.position[own])
+            elements = run_elements(run, changes.position[own])
             old = _weighed(elements, changes.old[own], size)
             sums[index] = (_weighed(elements, changes.new[own], size) - old).sum()
             old_sums[index] = (old[~is_raw[block[own]]] if raw else old).sum()
@@ -417,7 +417,7 @@ class _Encoder:
             positions = torch.arange(first, first + int(blocks.num[index]), device=self._device)
             size = blocks.itemsizes[number]
             bits = self._raw(self._old, index).clone().view(_TYPES[size])
-            elements = _elements(blocks.runs[number], positions)
+            elements = run_elements(blocks.runs[number], positions)
             old_sums[number] += _weighed(elements, bits, size).sum()
         return sums, old_sums
 
@@ -581,6 +581,7 @@ class _Decoder:
         num_runs, num_blocks = len(blocks.runs), len(blocks.num)
         head = 8 * (num_runs + num_blocks)
         _check(payload.numel() >= head and not payload.numel() % ALIGN_BYTES, "it is too short")
+        self._head = head
         numbers = payload[:head].view(torch.int64)
         self._old_sums, header = numbers[:num_runs], numbers[num_runs:]
         near, far, given, words = (header >> shift & 0xFFFF for shift in (0, 16, 32, 48))
@@ -614,6 +615,7 @@ class _Decoder:
         coded = ~self._is_raw
         needed = -(-(num_bytes + self._given * blocks.size) // 4)
         _check(bool((needed == self._words)[coded].all()), "a block has another length")
+        self._check_zeros(lay.end + end, num_bytes)
         both = self._near + self._far
         block = torch.repeat_interleave(both)
         rank = _ranks(block)
@@ -642,6 +644,18 @@ class _Decoder:
             torch.cat([torch.zeros_like(near), given, raw.given]),
         )
         return [*self._by_run(found)]
+
+    def _check_zeros(self, ends: torch.Tensor, num_bytes: torch.Tensor) -> None:
+        """Refuse what lies behind the codes of blocks, up to a byte, behind their last elements, up
+        to a word, and behind the last block, unless it is zero."""
+        base, blocks = 32 * self._starts, self._blocks
+        is_coded = ~self._is_raw
+        codes = self._bits(base + ends, (8 * num_bytes - ends) * is_coded)
+        given = torch.where(self._is_raw, blocks.num, self._given) * blocks.size
+        used = num_bytes * is_coded + given
+        rest = self._bits(base + 8 * used, 8 * (4 * self._words - used))
+        behind = self._payload[self._head + len(self._body) :]
+        _check(not bool(codes.any() | rest.any() | behind.any()), "it is not filled up with zeros")
 
     def _quotients(self, lay: _BodyLayout) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the quotients of all gaps, by block, and the bits of each block's streams."""
@@ -684,7 +698,7 @@ class _Decoder:
         return within
 
     def _bits(self, at: torch.Tensor, num: torch.Tensor | int) -> torch.Tensor:
-        """Return values of so many bits, at most 16, at bit offsets in the bodies."""
+        """Return values of so many bits, at most 32, at bit offsets in the bodies."""
         word = at >> 5
         low = self._acc[word].to(torch.int64) & 0xFFFFFFFF
         high = self._acc[word + 1].to(torch.int64) << 32

@@ -1,6 +1,6 @@
 """Kernels that code the changed elements of a bucket on a GPU, and apply them.
 
-Written in CUDA C++ and compiled at run time. ``changes`` has the same in torch, which is the
+Written in CUDA C++ and compiled at run time. ``change_coding`` has the same in torch, which is the
 specification of the bytes; where no kernel can be compiled a warning says so.
 
 Source: docs/protocol.md, A bucket of changes.
@@ -19,7 +19,7 @@ import torch
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import ALIGN_BYTES, Run, align_up
 from weft_rl.transport.digests.host_copy import HostCopy
-from weft_rl.transport.wire.changes import BLOCK_ELEMENTS, RunPlace
+from weft_rl.transport.wire.change_coding import BLOCK_ELEMENTS, RunPlace, malformed, not_the_base
 
 _log = logging.getLogger(__name__)
 
@@ -586,8 +586,8 @@ DEVICE bool holds(const u16* list, u32 count, u32 value) {
   return low < count && list[low] == value;
 }
 
-// Adds the remainders up to each gap's own, from bit `at` on, to what `select` has written: then the
-// list holds places, and NOWHERE for what is none or stands among the `num_near` before it, too.
+// Adds the remainders up to each gap's own, from bit `at` on, to what `select` has written: then
+// the list holds places, and NOWHERE for what is none or stands among the `num_near` before, too.
 DEVICE void add_remainders(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* list,
                            u32 num_near, bool& is_bad) {
   const u32 lane = threadIdx.x & 31;
@@ -655,7 +655,8 @@ template <int S> DEVICE void decode_block(
     #pragma unroll
     for (int r = 0; r < ROUNDS; r++) p[r] = i0 + 32 * r < num ? places[i0 + 32 * r] : NOWHERE;
     #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) was[r] = p[r] == NOWHERE ? 0 : load<S>(in.data + in.at(p[r], S));
+    for (int r = 0; r < ROUNDS; r++)
+      was[r] = p[r] == NOWHERE ? 0 : load<S>(in.data + in.at(p[r], S));
     #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
       const u32 i = i0 + 32 * r;
@@ -870,15 +871,15 @@ def place_rows(
     """
     rows: list[tuple[int, ...]] = []
     for run, size, place in zip(runs, itemsizes, places, strict=True):
-        num_rows, rest = divmod(run.num_elements - 1, place.count)
+        num_rows, rest = divmod(run.num_elements - 1, place.row)
         # The last row may be short, and rows may overlap.
         last = num_rows * place.stride + rest
         if num_rows:
-            last = max(last, (num_rows - 1) * place.stride + place.count - 1)
+            last = max(last, (num_rows - 1) * place.stride + place.row - 1)
         end = place.at + (last + 1) * size
         if place.at < 0 or place.stride < 0 or place.at % size or end > num_bytes:
             raise ValueError(f"{place} of {run} is not within memory of {num_bytes} bytes")
-        rows.append((place.at, place.count, place.stride, 0))
+        rows.append((place.at, place.row, place.stride, 0))
     return rows
 
 
@@ -958,6 +959,7 @@ class Decoded:
     """Changes of a bucket that were read from a payload, beside what they would change.
 
     Args:
+        runs: Runs of the bucket.
         launch: Function that scatters: new values for 0, former ones for 1.
         status: int32, on the GPU: not zero if the payload cannot be one.
         listed: Sums that the payload lists for each run, on the GPU, int64.
@@ -966,6 +968,7 @@ class Decoded:
 
     def __init__(
         self,
+        runs: Sequence[Run],
         launch: Callable[[int], None],
         status: torch.Tensor,
         listed: torch.Tensor,
@@ -974,7 +977,7 @@ class Decoded:
     ) -> None:
         self._launch = launch
         self._results = HostCopy(torch.cat([status, listed, found]))
-        self._num_runs = len(listed)
+        self._runs, self._num_runs = runs, len(listed)
         self._values: list[int] | None = None
         self._is_checked = False
         self.num_bytes = num_bytes
@@ -996,14 +999,9 @@ class Decoded:
         if values[0]:
             raise _malformed()
         listed, found = values[1 : 1 + self._num_runs], values[1 + self._num_runs :: 2]
-        if listed != found:
-            nth = next(
-                i for i, pair in enumerate(zip(listed, found, strict=True)) if len({*pair}) > 1
-            )
-            raise DigestMismatchError(
-                f"the weights here are not those that the changes were made from: run {nth} of "
-                f"{self._num_runs} has other elements; nothing was written; push all weights"
-            )
+        for run, one, other in zip(self._runs, listed, found, strict=True):
+            if one != other:
+                raise not_the_base(run)
         self._is_checked = True
 
     def sums(self) -> list[int]:
@@ -1028,6 +1026,7 @@ def decode(
     itemsizes: tuple[int, ...],
     data: torch.Tensor,
     places: tuple[RunPlace, ...],
+    num_bytes: int | None = None,
 ) -> Decoded:
     """Read a payload of changes, and the elements that it would change; writes nothing there.
 
@@ -1041,6 +1040,8 @@ def decode(
         data: Memory of the elements: uint8, 1-D, contiguous, on that GPU, begun at a multiple of
             ``ALIGN_BYTES``.
         places: Place of each run in it.
+        num_bytes: Bytes of the memory from ``data`` on, where it is longer than that: a GPU's has
+            one address space.
 
     Raises:
         DigestMismatchError: The payload is not one of these runs. That it was made from other
@@ -1051,7 +1052,7 @@ def decode(
     num_runs, num_blocks = len(runs), tables.num_blocks
     _check_memory(payload)
     _check_memory(data)
-    placed = _places(device, runs, itemsizes, places, data.numel())
+    placed = _places(device, runs, itemsizes, places, num_bytes or data.numel())
     if payload.numel() < tables.bodies_at or payload.numel() % ALIGN_BYTES:
         raise _malformed()
     sums = payload[: num_runs * _SUM_BYTES].view(torch.int64)
@@ -1059,7 +1060,7 @@ def decode(
     found = torch.zeros(2 * num_runs, dtype=torch.int64, device=device)
     status = torch.zeros(1, dtype=torch.int64, device=device)
     if not num_blocks:
-        return Decoded(lambda is_undo: None, status, sums, found, 0)
+        return Decoded(runs, lambda is_undo: None, status, sums, found, 0)
     rooms_and_words = torch.empty(2, num_blocks, dtype=torch.int64, device=device)
     _launch(
         "measure", device, -(-num_blocks // _THREADS), headers, tables.runs, tables.owners,
@@ -1084,11 +1085,11 @@ def decode(
             data, rooms, lists, num_blocks, is_undo,
         )  # fmt: skip
 
-    return Decoded(scatter, status, sums, found, size)
+    return Decoded(runs, scatter, status, sums, found, size)
 
 
 def _malformed() -> DigestMismatchError:
-    return DigestMismatchError("this is no payload of changes of these runs; nothing was written")
+    return malformed("it is none of these runs")
 
 
 def _check_memory(memory: torch.Tensor) -> None:

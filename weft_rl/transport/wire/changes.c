@@ -25,7 +25,9 @@ typedef struct {
 } Run;
 
 // What is wrong with a payload; see host_changes.py.
-enum { FINE, TOO_SHORT, NUMBERS, LENGTH, BLOCK_LENGTH, NO_END, OUTSIDE, NO_STEP, GIVEN, TWICE, OTHER };
+enum {
+  FINE, TOO_SHORT, NUMBERS, LENGTH, BLOCK_LENGTH, NO_END, OUTSIDE, NO_STEP, GIVEN, TWICE, NOT_ZERO, OTHER
+};
 
 static inline uint64_t load(const uint8_t *at, int size) {
   uint64_t bits = 0;
@@ -322,11 +324,18 @@ static inline void change(Target *to, int64_t index, int is_given, uint64_t valu
   }
 }
 
+// Return whether any byte is not zero.
+static int are_set(const uint8_t *at, const uint8_t *end) {
+  while (at < end) if (*at++) return 1;
+  return 0;
+}
+
 static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t begin, int64_t num,
                         Places *places) {
   int64_t near = head & 0xFFFF, far = head >> 16 & 0xFFFF, given = head >> 32 & 0xFFFF;
   int64_t words = head >> 48, size = to->run->size;
   if (near == RAW) {
+    if (are_set(body + num * size, body + 4 * words)) return NOT_ZERO;
     for (int64_t in = 0; in < num; in++) change(to, begin + in, 1, load(body + in * size, (int)size));
     return FINE;
   }
@@ -341,6 +350,8 @@ static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t 
   if ((wrong = get_places(&in, &marks, far, far_bits, num, places->far))) return wrong;
   int64_t rest = (marks.at + 7) / 8;
   if ((rest + given * size + 3) / 4 != words) return BLOCK_LENGTH;
+  if (get(&marks, (int)(8 * rest - marks.at)) || are_set(body + rest + given * size, body + 4 * words))
+    return NOT_ZERO;
   if (!to->writes && near && far) {
     memset(places->seen, 0, sizeof places->seen);
     for (int64_t i = 0; i < near; i++) places->seen[places->near[i] >> 6] |= (uint64_t)1 << (places->near[i] & 63);
@@ -402,6 +413,7 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
       body += 4 * (head >> 48);
     }
     if (writes) continue;
+    if (i + 1 == num_runs && are_set(body, payload + num_bytes)) return NOT_ZERO;
     if (to.sum != load(payload + 8 * i, 8)) return OTHER;
     changes[i] = to.change;
   }

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-from weft_rl.contract.manifest import Run
-from weft_rl.transport.wire import change_coding, host_changes
+from weft_rl.contract.manifest import Run, align_up
+from weft_rl.transport.wire import change_coding, change_kernels, host_changes
 from weft_rl.transport.wire.change_coding import (
     DecodedRun,
     EncodedChanges,
     RunPlace,
     decode_changes,
     packed_places,
+    run_elements,
     run_sum,
 )
 
@@ -29,9 +30,13 @@ __all__ = [
     "decode_changes",
     "encode_changes",
     "packed_places",
+    "run_elements",
     "run_sum",
     "warm",
 ]
+
+#: Memory that a GPU codes a bucket in is this part of the bucket: of 5 % of changes.
+_USUAL_SHARE = 16
 
 
 def warm() -> None:
@@ -57,7 +62,22 @@ def encode_changes(
     if compares_in_place(old.device):
         return host_changes.encode(old, new, runs, itemsizes)
     assert isinstance(new, torch.Tensor), "it is packed where it is not compared in place"
+    if old.is_cuda and change_kernels.works(old.device):
+        return _encode_on_gpu(old, new, tuple(runs), tuple(itemsizes))
     return change_coding.encode_changes(old, new, runs, itemsizes)
+
+
+def _encode_on_gpu(
+    old: torch.Tensor, new: torch.Tensor, runs: tuple[Run, ...], itemsizes: tuple[int, ...]
+) -> EncodedChanges:
+    """Code with kernels, in memory for a delta of the usual size; again where it is larger."""
+    room = align_up(old.numel() // _USUAL_SHARE + 8 * len(runs))
+    while True:
+        out = torch.empty(room, dtype=torch.uint8, device=old.device)
+        coded = change_kernels.encode(old, new, runs, itemsizes, out)
+        if coded.num_bytes <= room:
+            return EncodedChanges(out[: coded.num_bytes].clone(), *coded[1:])
+        room = coded.num_bytes
 
 
 def compares_in_place(device: torch.device) -> bool:
@@ -88,4 +108,9 @@ def apply_changes(
     """
     if data.device.type == "cpu" and host_changes.works():
         return host_changes.apply(payload, runs, itemsizes, data, places)
+    if data.is_cuda and change_kernels.works(data.device):
+        decoded = change_kernels.decode(payload, tuple(runs), tuple(itemsizes), data, tuple(places))
+        decoded.check()
+        decoded.apply()
+        return decoded.sums()
     return change_coding.apply_changes(payload, runs, itemsizes, data, places)

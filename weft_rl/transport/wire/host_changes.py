@@ -46,6 +46,7 @@ _WRONG: Final = (
     "a step has no meaning",
     "a block gives another number of elements",
     "an element comes twice",
+    "it is not filled up with zeros",
 )
 _OTHER_BASE: Final = len(_WRONG)
 _lock = threading.Lock()

@@ -43,7 +43,6 @@ class Engine:
         for number, tensor in enumerate(tensors):
             for begin, end, at in self.places[number]:
                 self.memory[at : at + end - begin] = tensor.view(-1)[begin:end]
-        self.fails = 0
         digests = digests_of(tensors)
         self.slot.set(
             ServedBase(
@@ -59,11 +58,7 @@ class Engine:
 
     def place(self, tensor: int) -> list[ElementPlace]:
         bits = self.memory.view(torch.int32)
-        found = [ElementPlace(b, e, bits[at : at + e - b]) for b, e, at in self.places[tensor]]
-        if self.fails and tensor == 2:
-            self.fails -= 1
-            raise RuntimeError("an illegal memory access was encountered")
-        return found
+        return [ElementPlace(b, e, bits[at : at + e - b]) for b, e, at in self.places[tensor]]
 
     @property
     def base(self) -> ServedBase:
@@ -208,17 +203,27 @@ def test_a_delta_of_a_base_that_is_served_no_more_is_refused() -> None:
     assert engine.memory.equal(before)
 
 
-def test_what_fails_midway_is_taken_back_and_what_cannot_be_is_dirty() -> None:
+def test_what_fails_midway_is_taken_back_and_what_cannot_be_is_dirty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine()
     before = engine.memory.clone()
     staged = engine.stage(2, changed(engine.tensors(), 2))
-    engine.fails = 1
+    write, fails = ElementPlace.write, [1]
+
+    def writing(place: ElementPlace, elements: torch.Tensor, values: torch.Tensor) -> None:
+        if fails[0] and place.end == 7:  # the last tensor
+            fails[0] -= 1
+            raise RuntimeError("an illegal memory access was encountered")
+        write(place, elements, values)
+
+    monkeypatch.setattr(ElementPlace, "write", writing)
     with pytest.raises(LoadFailedError, match="base@1 is back") as failed:
         engine.slot.apply(staged)
     assert "dirty" not in failed.value.metadata
     assert engine.memory.equal(before)
     assert engine.base.version == PolicyVersion("base", 1)
-    engine.fails = 2
+    fails[0] = 2
     with pytest.raises(LoadFailedError, match="the weights are mixed") as failed:
         engine.slot.apply(staged)
     assert failed.value.metadata["dirty"] == "true"
