@@ -957,6 +957,9 @@ def start_encode(
 class Decoded:
     """Changes of a bucket that were read from a payload, beside what they would change.
 
+    ``apply`` and ``undo`` run on the calling thread's current stream, which must be the one that
+    decoded, or wait for it; and this must be kept until they are done.
+
     Args:
         launch: Function that scatters: new values for 0, former ones for 1.
         status: int32, on the GPU: not zero if the payload cannot be one.
