@@ -586,8 +586,8 @@ DEVICE bool holds(const u16* list, u32 count, u32 value) {
   return low < count && list[low] == value;
 }
 
-// Adds the remainders up to each gap's own, from bit `at` on, to what `select` has written: then the
-// list holds places, and NOWHERE for what is none or stands among the `num_near` before it, too.
+// Adds the remainders up to each gap's own, from bit `at` on, to what `select` has written: then
+// the list holds places, and NOWHERE for what is none or is among the `num_near` before it, too.
 DEVICE void add_remainders(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* list,
                            u32 num_near, bool& is_bad) {
   const u32 lane = threadIdx.x & 31;
@@ -655,7 +655,8 @@ template <int S> DEVICE void decode_block(
     #pragma unroll
     for (int r = 0; r < ROUNDS; r++) p[r] = i0 + 32 * r < num ? places[i0 + 32 * r] : NOWHERE;
     #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) was[r] = p[r] == NOWHERE ? 0 : load<S>(in.data + in.at(p[r], S));
+    for (int r = 0; r < ROUNDS; r++)
+      was[r] = p[r] == NOWHERE ? 0 : load<S>(in.data + in.at(p[r], S));
     #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
       const u32 i = i0 + 32 * r;
