@@ -435,7 +435,10 @@ template <int S> DEVICE void encode_block(
     rests.end(); flags.end(); unary.end(); values.end();
   }
   if (lane == 0) { s.old_sums[warp] = old_sum; s.change_sums[warp] = change_sum; }
-  if (t == 0) { s.base = reserved; out.begins[block] = (i64)reserved; }
+  if (t == 0) {
+    if (is_shared) s.base = reserved;
+    out.begins[block] = (i64)reserved;
+  }
   __syncthreads();
 
   // 7. Copy what was put together to the place that was found for it.
