@@ -435,7 +435,10 @@ template <int S> DEVICE void encode_block(
     rests.end(); flags.end(); unary.end(); values.end();
   }
   if (lane == 0) { s.old_sums[warp] = old_sum; s.change_sums[warp] = change_sum; }
-  if (t == 0) { s.base = reserved; out.begins[block] = (i64)reserved; }
+  if (t == 0) {
+    if (is_shared) s.base = reserved;
+    out.begins[block] = (i64)reserved;
+  }
   __syncthreads();
 
   // 7. Copy what was put together to the place that was found for it.
@@ -587,7 +590,7 @@ DEVICE bool holds(const u16* list, u32 count, u32 value) {
 }
 
 // Adds the remainders up to each gap's own, from bit `at` on, to what `select` has written: then
-// the list holds places, and NOWHERE for what is none or stands among the `num_near` before, too.
+// the list holds places, and NOWHERE for what is none or is among the `num_near` before it, too.
 DEVICE void add_remainders(const Body& body, u32 at, u32 count, u32 k, u32 n, u16* list,
                            u32 num_near, bool& is_bad) {
   const u32 lane = threadIdx.x & 31;
@@ -957,6 +960,9 @@ def start_encode(
 
 class Decoded:
     """Changes of a bucket that were read from a payload, beside what they would change.
+
+    ``apply`` and ``undo`` run on the calling thread's current stream, which must be the one that
+    decoded, or wait for it; and this must be kept until they are done.
 
     Args:
         runs: Runs of the bucket.
