@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.background import BackgroundPusher, WhenBusy
-from trainer_side.delta_planner import DeltaPlanner
+from trainer_side.delta_selection import DeltaSelection
 from trainer_side.deltas.choice import DeltaMode
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient, reporter_for
@@ -199,7 +199,7 @@ class Publisher:
             client,
             RankPushFactory(pushing_ranks, bucket_bytes, max_senders or MAX_SENDERS),
             SideGroupRank(coordinator, data_host, selection, credentials),
-            DeltaPlanner(delta, pushing_ranks, selection),
+            DeltaSelection(delta, pushing_ranks, selection),
         )
         self._background = BackgroundPusher(self._pushing, ranks_of(ranks, "copies"))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from trainer_side.delta_planner import DeltaPlanner
+from trainer_side.delta_selection import DeltaSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import SideGroupRank
@@ -211,7 +211,7 @@ class PushExecutor:
         client: PoolClient | None,
         packings: RankPushFactory,
         peer: SideGroupRank,
-        deltas: DeltaPlanner,
+        deltas: DeltaSelection,
     ) -> None:
         #: Of the publisher.
         self.turn = PublisherLock()

@@ -14,7 +14,7 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from tests.doubles.shards import held_push
-from trainer_side.delta_planner import DeltaPlanner
+from trainer_side.delta_selection import DeltaSelection
 from trainer_side.packing.packer import whole_packing
 from trainer_side.params.params import WholeElements
 from trainer_side.pool.backend_selection import BackendSelection
@@ -65,7 +65,7 @@ class _Source(Source):
 
 
 def _pushing(ranks: OneRank, client: Any = None) -> PushExecutor:
-    deltas = DeltaPlanner("never", ranks, BackendSelection())
+    deltas = DeltaSelection("never", ranks, BackendSelection())
     packings = RankPushFactory(ranks, None)
     return PushExecutor(ranks, client, packings, SimpleNamespace(), deltas)  # type: ignore[arg-type]
 

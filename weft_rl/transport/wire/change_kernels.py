@@ -797,7 +797,7 @@ SOURCES: Final = {
 }
 
 
-class Encoded(NamedTuple):
+class CodedChanges(NamedTuple):
     """Result of coding the changes of a bucket."""
 
     num_bytes: int
@@ -892,7 +892,7 @@ def encode(
     runs: tuple[Run, ...],
     itemsizes: tuple[int, ...],
     out: torch.Tensor,
-) -> Encoded:
+) -> CodedChanges:
     """Code the changes of a bucket's dense payload; as ``start_encode``, but blocks until it is
     done."""
     return start_encode(old, new, runs, itemsizes, out)()
@@ -904,7 +904,7 @@ def start_encode(
     runs: tuple[Run, ...],
     itemsizes: tuple[int, ...],
     out: torch.Tensor,
-) -> Callable[[], Encoded]:
+) -> Callable[[], CodedChanges]:
     """Begin to code the changes of a bucket's dense payload; return a function that blocks until
     it is done. Each of both payloads is read once.
 
@@ -950,15 +950,15 @@ def start_encode(
     sums.copy_(totals[2::2])
     fetched = HostCopy(totals)
 
-    def end() -> Encoded:
+    def end() -> CodedChanges:
         num_words, num_changes, *both = fetched.wait().tolist()
         num_bytes = align_up(tables.bodies_at + 4 * num_words)
-        return Encoded(num_bytes, num_changes, [value % 2**64 for value in both[1::2]])
+        return CodedChanges(num_bytes, num_changes, [value % 2**64 for value in both[1::2]])
 
     return end
 
 
-class Decoded:
+class ListedChanges:
     """Changes of a bucket that were read from a payload, beside what they would change.
 
     ``apply`` and ``undo`` run on the calling thread's current stream, which must be the one that
@@ -1033,7 +1033,7 @@ def decode(
     data: torch.Tensor,
     places: tuple[RunPlace, ...],
     num_bytes: int | None = None,
-) -> Decoded:
+) -> ListedChanges:
     """Read a payload of changes, and the elements that it would change; writes nothing there.
 
     Runs on the calling thread's current stream. Blocks until it is known how much memory the lists
@@ -1051,7 +1051,7 @@ def decode(
 
     Raises:
         DigestMismatchError: The payload is not one of these runs. That it was made from other
-            weights, and most that is wrong within bodies, is found by ``Decoded.check``.
+            weights, and most that is wrong within bodies, is found by ``ListedChanges.check``.
     """
     device = payload.device
     tables = _tables(device, runs, itemsizes)
@@ -1066,7 +1066,7 @@ def decode(
     found = torch.zeros(2 * num_runs, dtype=torch.int64, device=device)
     status = torch.zeros(1, dtype=torch.int64, device=device)
     if not num_blocks:
-        return Decoded(runs, lambda is_undo: None, status, sums, found, 0)
+        return ListedChanges(runs, lambda is_undo: None, status, sums, found, 0)
     rooms_and_words = torch.empty(2, num_blocks, dtype=torch.int64, device=device)
     _launch(
         "measure", device, -(-num_blocks // _THREADS), headers, tables.runs, tables.owners,
@@ -1091,7 +1091,7 @@ def decode(
             data, rooms, lists, num_blocks, is_undo,
         )  # fmt: skip
 
-    return Decoded(runs, scatter, status, sums, found, size)
+    return ListedChanges(runs, scatter, status, sums, found, size)
 
 
 def _malformed() -> DigestMismatchError:

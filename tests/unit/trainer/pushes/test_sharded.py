@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.doubles.shards import held_push
-from trainer_side.delta_planner import DeltaPlanner
+from trainer_side.delta_selection import DeltaSelection
 from trainer_side.pool import peer as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.peer import SideGroupRank
@@ -169,7 +169,7 @@ def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
     push = _push(_Gone())
     push.sender = 1
     push.is_prepared_together = True
-    deltas = DeltaPlanner("never", _Gone(), BackendSelection())
+    deltas = DeltaSelection("never", _Gone(), BackendSelection())
     pushing = PushExecutor(_Gone(), None, RankPushFactory(_Gone(), None), Joined(), deltas)  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     with pytest.raises(PeerUnavailableError):

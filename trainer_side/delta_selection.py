@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _NO_COPY, _ = FLAGS
 
 
-class DeltaPlanner:
+class DeltaSelection:
     """Planner of the deltas of one rank, with its copy of what the pool committed last.
 
     Args:
