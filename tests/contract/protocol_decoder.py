@@ -154,6 +154,104 @@ def put_together(
     return list(map(bytes, contents))
 
 
+def apply_changes(
+    payload: bytes, runs: list[list[int]], sizes: list[int], tensors: list[bytearray]
+) -> list[int]:
+    """Overwrite the elements of tensors that changed; return what the digest of each run changes
+    by. Raises ValueError, and writes nothing, unless they are what was compared."""
+    headers_at = 8 * len(runs)
+    blocks = [
+        (nth, first, min(16384, run[2] * run[4] - first))
+        for nth, run in enumerate(runs)
+        for first in range(0, run[2] * run[4], 16384)
+    ]
+    at = headers_at + 8 * len(blocks)
+    old_sums, changes = [0] * len(runs), [0] * len(runs)
+    written = []
+    for number, (nth, first, num) in enumerate(blocks):
+        header = struct.unpack_from("<4H", payload, headers_at + 8 * number)
+        tensor, start, count, stride, _ = runs[nth]
+        size = sizes[nth]
+        body = payload[at : at + 4 * header[3]]
+        at += len(body)
+        for p, (step, literal) in _read_body(body, header, num, size).items():
+            row, column = divmod(first + p, count)
+            begin = (start + row * stride + column) * size
+            old = int.from_bytes(tensors[tensor][begin : begin + size], "little")
+            new = literal if step is None else (old + step) % 256**size
+            word, byte = divmod(begin, 8)
+            weight = 2 * split_mix(word // 4096) + 2 * split_mix(2**32 + word % 4096) + 1
+            old_sums[nth] += weight * (old << 8 * byte)
+            changes[nth] += weight * (new - old << 8 * byte)
+            written.append((tensor, begin, new.to_bytes(size, "little")))
+    if len(payload) % 256 or len(payload) - at not in range(256) or any(payload[at:]):
+        raise ValueError("the payload is not as long as its blocks")
+    if [n & _MASK for n in old_sums] != list(struct.unpack_from(f"<{len(runs)}Q", payload)):
+        raise ValueError("the changes were made from other weights")
+    for tensor, begin, content in written:
+        tensors[tensor][begin : begin + len(content)] = content
+    return [n & _MASK for n in changes]
+
+
+def _read_body(
+    body: bytes, header: tuple[int, ...], num: int, size: int
+) -> dict[int, tuple[int | None, int]]:
+    """The step of each element of a block that changed, by position, or None and its new bits."""
+    num_near, num_far, num_literal, _ = header
+    if num_near == 0xFFFF:
+        if (
+            num_far
+            or num_literal
+            or len(body) != -(-num * size // 4) * 4
+            or any(body[num * size :])
+        ):
+            raise ValueError("a raw block of another length")
+        return {
+            p: (None, int.from_bytes(body[p * size : (p + 1) * size], "little")) for p in range(num)
+        }
+    bits, at = int.from_bytes(body, "little"), 0
+
+    def take(width: int) -> int:
+        nonlocal at
+        at += width
+        if at > 8 * len(body):
+            raise ValueError("a body ends too early")
+        return bits >> at - width & (1 << width) - 1
+
+    def positions(remainders: list[int], k: int) -> list[int]:
+        found, before = [], -1
+        for remainder in remainders:
+            zeros = 0
+            while not take(1):
+                zeros += 1
+            before += (zeros << k) + remainder + 1
+            found.append(before)
+        return found
+
+    near_k, far_k = (
+        ((2 * num - c) // (4 * c)).bit_length() if c else 0 for c in (num_near, num_far)
+    )
+    near = [take(near_k) for _ in range(num_near)]
+    steps = [1 - 2 * take(1) for _ in range(num_near)]
+    far = [take(far_k) for _ in range(num_far)]
+    codes = [take(4) for _ in range(num_far)]
+    found: dict[int, tuple[int | None, int]] = {}
+    for p, step in zip(positions(near, near_k), steps, strict=True):
+        found[p] = step, 0
+    far_positions = positions(far, far_k)
+    fill = take(-at % 8)
+    for p, code in zip(far_positions, codes, strict=True):
+        if code == 15:
+            raise ValueError("code 15")
+        found[p] = (None, take(8 * size)) if code == 7 else (code + 2 if code < 7 else 6 - code, 0)
+    fill |= take(-at % 32)
+    if fill or at != 8 * len(body) or codes.count(7) != num_literal:
+        raise ValueError("a body is not what its header says")
+    if len(found) != num_near + num_far or max(found, default=0) >= num:
+        raise ValueError("an element twice, or behind the end of its block")
+    return found
+
+
 def _check_trailer(
     wire: bytes, payload_bytes: int, index: int, nonce: int, digested: bytes
 ) -> None:

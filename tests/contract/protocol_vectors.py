@@ -22,6 +22,7 @@ from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.status import status_from_error
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests, tensor_digest
 from weft_rl.transport.wire.buckets import run_parts, tensor_sums
+from weft_rl.transport.wire.change_coding import encode_changes, packed_places
 
 PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
 
@@ -66,6 +67,7 @@ def make() -> dict[str, Any]:
         "protocol_revision": PROTOCOL_REVISION,
         "pushes": [_push()],
         "shared_push": _shared_push(),
+        "changes": _changes(),
         "digests": _digests(),
         "checkpoint": _checkpoint(),
         "fingerprint": {
@@ -173,6 +175,46 @@ def _shared_push() -> dict[str, Any]:
         "wire_buckets": buckets,
         "content_digest": content_digest(tensor_digests).hex(),
     }
+
+
+#: Runs of two tensors of 2 and 8 bytes: one with changes of all kinds, one raw, one unchanged, and
+#: a slice.
+CHANGED_RUNS = (Run(0, 5, 150), Run(0, 155, 2), Run(0, 157, 3), Run(1, 1, 2, 4, 3))
+_CHANGED_SIZES = (2, 2, 2, 8)
+_STEPS = {7: 1, 8: -1, 20: 2, 21: -8, 60: 9, 61: -300, 140: 1, 155: 7, 156: 1234}
+_WORD_STEPS = {1: -1, 5: 2**40, 10: 8}
+
+
+def _changes() -> dict[str, Any]:
+    old = [
+        (torch.arange(160) * 411 % 65536 - 32768).to(torch.int16),
+        torch.arange(12) * 2**59 + 7,
+    ]
+    new = [tensor.clone() for tensor in old]
+    for tensor, steps in zip(new, (_STEPS, _WORD_STEPS), strict=True):
+        tensor[list(steps)] += torch.tensor(list(steps.values()), dtype=tensor.dtype)
+    before, after = _dense(old), _dense(new)
+    encoded = encode_changes(before, after, CHANGED_RUNS, _CHANGED_SIZES)
+    return {
+        "runs": [list(run) for run in CHANGED_RUNS],
+        "itemsizes": list(_CHANGED_SIZES),
+        "old": [bytes(t.view(torch.uint8).tolist()).hex() for t in old],
+        "new": [bytes(t.view(torch.uint8).tolist()).hex() for t in new],
+        "payload": bytes(encoded.payload.tolist()).hex(),
+        "num_changes": encoded.num_changes,
+        "digest_changes": [f"{value:016x}" for value in encoded.sums],
+    }
+
+
+def _dense(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The dense payload of the runs that change."""
+    pairs = list(zip(CHANGED_RUNS, _CHANGED_SIZES, strict=True))
+    payload = torch.zeros(sum(r.payload_bytes(s) for r, s in pairs), dtype=torch.uint8)
+    for (run, size), place in zip(pairs, packed_places(*zip(*pairs, strict=True)), strict=True):
+        rows = [run.first + row * run.stride for row in range(run.repeats)]
+        own = torch.cat([tensors[run.tensor][first : first + run.count] for first in rows])
+        payload[place.at :][: own.numel() * size] = own.view(torch.uint8)
+    return payload
 
 
 def _tensors(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:

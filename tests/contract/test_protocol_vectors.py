@@ -106,6 +106,27 @@ def test_buckets_of_several_senders_are_read_as_the_page_says() -> None:
         outside.put_together(push["tensors"], found[1:])
 
 
+def test_changes_are_read_as_the_page_says() -> None:
+    vector = VECTORS["changes"]
+    payload = bytes.fromhex(vector["payload"])
+    old = [bytes.fromhex(text) for text in vector["old"]]
+    tensors = list(map(bytearray, old))
+    changes = outside.apply_changes(payload, vector["runs"], vector["itemsizes"], tensors)
+    assert [bytes(tensor).hex() for tensor in tensors] == vector["new"]
+    assert [f"{change:016x}" for change in changes] == vector["digest_changes"]
+    for number, tensor in enumerate(tensors):
+        own = sum(
+            change for change, run in zip(changes, vector["runs"], strict=True) if run[0] == number
+        )
+        digests = outside.wsum64(bytes(tensor)), outside.wsum64(old[number])
+        assert (digests[0] - digests[1] - own) % 2**64 == 0
+    with pytest.raises(ValueError, match="other weights"):
+        outside.apply_changes(payload, vector["runs"], vector["itemsizes"], tensors)
+    headers = [payload[32 + 8 * block :][:8] for block in range(4)]
+    assert [header[:2] == b"\xff\xff" for header in headers] == [False, True, False, False]
+    assert headers[2] == bytes(8)
+
+
 def test_digests_of_more_than_a_row() -> None:
     vector = VECTORS["digests"]
     payload = bytes((7 * i + 3) % 256 for i in range(vector["num_bytes"]))
