@@ -93,7 +93,8 @@ class PublishServiceStub:
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base; or refuse_other_base, and it was trained on another
     content of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
-    REVISION_MISMATCH;
+    REVISION_MISMATCH, DELTA_REFUSED (of a delta, in its turn: the pool serves a base of another
+    content, or a replica cannot change its copy; push the same weights whole);
     ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
@@ -116,8 +117,9 @@ class PublishServiceStub:
     thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
     FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
-    pushed meanwhile), INTERNAL/LOAD_FAILED (no
-    replica could switch to it; metadata `cause` is the first one's reason, and
+    pushed meanwhile), DELTA_REFUSED (a replica, `member`, could not apply a delta, by the
+    reason `cause`: push the same weights whole, under another request id),
+    INTERNAL/LOAD_FAILED (no replica could switch to it; metadata `cause` is the first one's reason, and
     `withdrawn` is "true" where it is certain that none serves it: its version is
     VERSION_STATE_FAILED, and the policy went back to what it served),
     INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
@@ -216,7 +218,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base; or refuse_other_base, and it was trained on another
     content of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
-    REVISION_MISMATCH;
+    REVISION_MISMATCH, DELTA_REFUSED (of a delta, in its turn: the pool serves a base of another
+    content, or a replica cannot change its copy; push the same weights whole);
     ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
@@ -239,8 +242,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
     FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
-    pushed meanwhile), INTERNAL/LOAD_FAILED (no
-    replica could switch to it; metadata `cause` is the first one's reason, and
+    pushed meanwhile), DELTA_REFUSED (a replica, `member`, could not apply a delta, by the
+    reason `cause`: push the same weights whole, under another request id),
+    INTERNAL/LOAD_FAILED (no replica could switch to it; metadata `cause` is the first one's reason, and
     `withdrawn` is "true" where it is certain that none serves it: its version is
     VERSION_STATE_FAILED, and the policy went back to what it served),
     INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
@@ -378,7 +382,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
         adapter fits another base; or refuse_other_base, and it was trained on another
         content of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
-        REVISION_MISMATCH;
+        REVISION_MISMATCH, DELTA_REFUSED (of a delta, in its turn: the pool serves a base of another
+        content, or a replica cannot change its copy; push the same weights whole);
         ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
@@ -407,8 +412,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
         FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
-        pushed meanwhile), INTERNAL/LOAD_FAILED (no
-        replica could switch to it; metadata `cause` is the first one's reason, and
+        pushed meanwhile), DELTA_REFUSED (a replica, `member`, could not apply a delta, by the
+        reason `cause`: push the same weights whole, under another request id),
+        INTERNAL/LOAD_FAILED (no replica could switch to it; metadata `cause` is the first one's reason, and
         `withdrawn` is "true" where it is certain that none serves it: its version is
         VERSION_STATE_FAILED, and the policy went back to what it served),
         INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
