@@ -19,6 +19,7 @@ METRICS = {
     "weft_commit_seconds": {"kind"},
     "weft_pause_seconds": set(),
     "weft_bytes_staged_total": {"kind"},
+    "weft_transfer_bytes_total": {"form"},
     "weft_replicas": {"state", "reason"},
     "weft_versions_served": {"kind"},
     "weft_store_bytes": {"store"},

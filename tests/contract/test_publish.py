@@ -18,15 +18,24 @@ from tests.contract.conftest import Pool
 from tests.doubles.halves import in_halves
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
+from tests.waits import eventually
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from weft_rl.cli.status import render
 from weft_rl.contract.errors import (
     LeaseFencedError,
     NotFiniteError,
+    NotReadyError,
     PeerUnavailableError,
     PolicyOwnedError,
 )
-from weft_rl.contract.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
+from weft_rl.contract.manifest import (
+    ALIGN_BYTES,
+    Bucket,
+    WireBucket,
+    make_manifest,
+    make_send_plan,
+    plan_buckets,
+)
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
@@ -371,6 +380,71 @@ async def test_a_send_plan_is_refused_where_it_does_not_fit(pool: Pool) -> None:
     plan.num_senders = 257
     error = await fails(trainer.begin(send_plan=plan), "INVALID_ARGUMENT", "INVALID_REQUEST")
     assert error.metadata["field"] == "SendPlan.num_senders"
+
+
+async def test_a_delta_is_from_the_base_that_the_pool_serves(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer(policy="base")
+
+    async def described() -> publish_pb2.DescribeTargetResponse:
+        request = publish_pb2.DescribeTargetRequest()
+        return await trainer.stub.DescribeTarget(request, timeout=9)
+
+    def plan(delta_from: bytes) -> types_pb2.SendPlan:
+        buckets = trainer.manifest.buckets
+        wires = [WireBucket(0, index, ALIGN_BYTES, 1) for index in range(len(buckets))]
+        return send_plan_to_proto(make_send_plan(1, wires, delta_from))
+
+    told = await described()
+    assert (told.base_content_digest, told.base_layout_digest) == (b"", b"")
+    assert told.delta_refusal == "the pool serves base@0, which was not pushed"
+    await trainer.push()
+    told = await described()
+    assert told.base_content_digest == b"\1" * 8
+    assert told.base_layout_digest == trainer.manifest.layout_digest
+    assert told.delta_refusal == ""
+    error = await fails(
+        trainer.begin(send_plan=plan(b"\2" * 8)), "FAILED_PRECONDITION", "DELTA_REFUSED"
+    )
+    assert isinstance(error, NotReadyError)
+    pushed = await trainer.push(send_plan=plan(told.base_content_digest))
+    assert (pushed.version.version, pushed.delta_from) == (2, b"\1" * 8)
+    assert pushed.sent_bytes == ALIGN_BYTES * len(trainer.manifest.buckets)
+    assert pushed.total_bytes == trainer.manifest.total_bytes
+    replica.retained.clear()
+
+    async def told_of() -> str:
+        await replica.heartbeat()
+        return (await described()).delta_refusal
+
+    await eventually(told_of)  # a heartbeat is not believed right after a switch
+    assert await told_of() == f"{replica.replica_id} holds no copy of base@2"
+    error = await fails(
+        trainer.begin(send_plan=plan(b"\1" * 8)), "FAILED_PRECONDITION", "DELTA_REFUSED"
+    )
+    assert replica.replica_id in error.message
+    adapters = await pool.trainer("t2")
+    refused = adapters.begin(send_plan=plan(b"\1" * 8))
+    await fails(refused, "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+async def test_a_delta_that_a_replica_cannot_apply_is_refused_to_its_trainer(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer(policy="base")
+    await trainer.push()
+    wires = [WireBucket(0, i, ALIGN_BYTES, 1) for i in range(len(trainer.manifest.buckets))]
+    plan = send_plan_to_proto(make_send_plan(1, wires, b"\1" * 8))
+    begun = await trainer.begin(send_plan=plan)
+    await trainer.attend(begun)
+    key = begun.group.group_id, 1
+    await eventually(lambda: key in replica.ranks)
+    failed = rendezvous_pb2.RankFailed(
+        transfer_id=begun.transfer_id, reason="NOT_RETAINED", message="the copy is gone"
+    )
+    await replica.ranks[key].say(failed=failed)
+    error = await fails(trainer.wait(begun.transfer_id), "FAILED_PRECONDITION", "DELTA_REFUSED")
+    assert error.metadata == {"member": replica.replica_id, "cause": "NOT_RETAINED"}
+    assert (await trainer.push()).version.version == 3
 
 
 async def test_what_the_sender_found_is_the_outcome(pool: Pool) -> None:

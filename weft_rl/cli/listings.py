@@ -19,7 +19,7 @@ from weft_rl.cli.console.commands import Printed, pool_command
 from weft_rl.cli.console.options import OptionalPolicyName
 from weft_rl.cli.console.output import CALL_SECONDS, print_text, shown_time
 from weft_rl.cli.console.table import ColumnSpec, FittedTable
-from weft_rl.cli.status import vector_text
+from weft_rl.cli.status import sent_text, vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import RouteList, list_policies
@@ -185,7 +185,7 @@ _TRANSFER_COLUMNS = (
     ColumnSpec("transfer", lambda t: f"{_purpose(t)} {t.version.policy}@{t.version.version}"),
     ColumnSpec("sender", lambda t: t.trainer_id, 3),
     ColumnSpec("state", lambda t: Text(*_TRANSFER_STATES.get(t.state, ("unknown", "red")))),
-    ColumnSpec("bytes", lambda t: f"{t.total_bytes:,}", 4, is_number=True),
+    ColumnSpec("bytes", sent_text, 4, is_number=True),
     ColumnSpec("replicas", _replicas, 5),
     ColumnSpec("began", lambda t: shown_time(t.begin_time), 2),
     ColumnSpec("seconds", lambda t: f"{sum(_seconds(t)):.2f}", 1, is_number=True),

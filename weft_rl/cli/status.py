@@ -20,6 +20,7 @@ from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY, plural, provenance
 from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.progress import shown_bytes
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import get_pool
@@ -312,6 +313,18 @@ def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
     return served
 
 
+def sent_text(transfer: publish_pb2.Transfer, unit: str = "") -> str:
+    """Format the bytes that a replica receives with a transfer: ``95,500,000 bytes``, or of a
+    delta ``delta 1.20 MB of 95.5 MB``.
+
+    Args:
+        unit: What follows the number of bytes where it is no delta.
+    """
+    if not transfer.delta_from:
+        return f"{transfer.total_bytes:,}{unit}"
+    return f"delta {shown_bytes(transfer.sent_bytes)} of {shown_bytes(transfer.total_bytes)}"
+
+
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     """Format a transfer as one line: what, how much, how fast, how it ended."""
     state = publish_pb2.TransferState.Name(transfer.state)
@@ -319,11 +332,11 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     forming, staging, committing = (
         duration_from_proto(d) for d in (transfer.forming, transfer.staging, transfer.committing)
     )
-    speed = rate(transfer.total_bytes, staging)
+    speed = rate(transfer.sent_bytes if transfer.delta_from else transfer.total_bytes, staging)
     text = Text.assemble(
         (f"{which} transfer  ", "dim"),
         (f"{transfer.version.policy}@{transfer.version.version}", "bold"),
-        f" from {transfer.trainer_id}: {word}, {transfer.total_bytes:,} bytes to "
+        f" from {transfer.trainer_id}: {word}, {sent_text(transfer, ' bytes')} to "
         f"{plural(len(transfer.replica_ids), 'replica')} in {forming + staging + committing:.3f} s "
         f"(staging {staging:.3f} s{f', {speed}' if speed else ''})",
     )

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from weft_rl.cli import status
-from weft_rl.cli.status import render, stale_draft, vector_text
+from weft_rl.cli.status import render, sent_text, stale_draft, vector_text
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.v1 import inspect_pb2 as pb
-from weft_rl.v1 import registry_pb2, types_pb2
+from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 
 
 def vector(base: int, **adapters: int) -> types_pb2.VersionVector:
@@ -273,3 +273,25 @@ def test_an_adapter_over_another_base_says_so_in_its_row() -> None:
     assert [line for line in lines if said in line]
     # The same bytes under another number are no other base.
     assert [line for line in lines if "math-1@2" in line and "served over" not in line]
+
+
+@pytest.mark.parametrize(
+    ("delta_from", "sent_bytes", "total_bytes", "said"),
+    [
+        (b"", 0, 95_500_000, "95,500,000 bytes"),  # of one that only the catalog knows
+        (b"", 95_500_000, 95_500_000, "95,500,000 bytes"),
+        (b"\1" * 8, 1_200_000, 95_500_000, "delta 1.20 MB of 95.5 MB"),
+        (b"\1" * 8, 0, 95_500_000, "delta 0 B of 95.5 MB"),
+    ],
+)
+def test_a_delta_says_how_much_was_sent_of_how_much(
+    delta_from: bytes, sent_bytes: int, total_bytes: int, said: str
+) -> None:
+    last = publish_pb2.Transfer(
+        version=types_pb2.PolicyVersion(policy="base", version=2),
+        delta_from=delta_from,
+        sent_bytes=sent_bytes,
+        total_bytes=total_bytes,
+    )
+    assert sent_text(last, " bytes") == said
+    assert f", {said} to" in shown(pb.GetPoolResponse(last_transfer=last), 200)

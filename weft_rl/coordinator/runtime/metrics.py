@@ -75,6 +75,11 @@ class PoolMetrics:
             "Bytes of the versions that pushes have staged, once each however many replicas.",
             "kind",
         )
+        self._sent = counter(
+            "weft_transfer_bytes",
+            "Payload bytes of pushes that were staged, once each however many replicas.",
+            "form",
+        )
         self._missed = counter(
             "weft_heartbeats_missed", "Heartbeats that replicas were due and did not send."
         )
@@ -97,6 +102,8 @@ class PoolMetrics:
                 metric.labels(kind)
             for result in ("committed", "aborted", "failed"):
                 self._finished.labels(kind, result)
+        for form in ("dense", "delta"):
+            self._sent.labels(form)
         for repair, result in _REPAIRS.values():
             self._repairs[repair].labels(result)
         for result in ("succeeded", "failed"):
@@ -152,6 +159,7 @@ class PoolMetrics:
         if now.commit_at and not (was and was.commit_at):
             self._stage.labels(kind).observe(now.commit_at - now.start_at)
             self._bytes.labels(kind).inc(now.layout.total_bytes)
+            self._sent.labels("delta" if now.delta_from else "dense").inc(now.sent_bytes)
 
     def _count_end(self, ended: Transfer) -> None:
         if ended.failure and ended.failure.reason == _STALLED and not ended.refusals:

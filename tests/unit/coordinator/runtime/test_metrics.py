@@ -16,7 +16,7 @@ from tests.unit.coordinator.decisions.machine import (
     SPEC,
     Machine,
 )
-from weft_rl.contract.manifest import WSUM64
+from weft_rl.contract.manifest import WSUM64, WireBucket, make_send_plan
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase
 from weft_rl.coordinator.decisions.step import step
@@ -135,6 +135,18 @@ def test_a_push_that_waits_is_not_started_until_its_turn() -> None:
     m.finish(first)
     assert m.pushes() == {"started": 2, "committed": 1}
     assert m.value("transfers_waiting") == 0
+
+
+def test_a_delta_counts_what_it_sends_beside_what_it_stages() -> None:
+    m = _pool("r0", policies=("base",))
+    m.run_to(Phase.COMMITTED, "base")
+    assert m.value("transfer_bytes_total", form="delta") == 0
+    plan = make_send_plan(1, [WireBucket(0, 0, 256, 1)], DIGEST.value)
+    m.run_to(Phase.COMMITTED, "base", send_plan=plan)
+    m.run_to(Phase.STAGING, "base", send_plan=plan)
+    assert m.value("transfer_bytes_total", form="dense") == LAYOUT.total_bytes
+    assert m.value("transfer_bytes_total", form="delta") == 256
+    assert m.value("bytes_staged_total", kind="base") == 2 * LAYOUT.total_bytes
 
 
 def test_a_push_of_the_base_pauses_generation() -> None:

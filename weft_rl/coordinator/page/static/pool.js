@@ -286,7 +286,8 @@ function course(transfer) {
   const before = isGrouped ? forming : Math.max(0, forming - committing);
   const begin = fromTimestamp(transfer.begin_time);
   const total = before + staging + committing;
-  const bytes = Number(transfer.total_bytes ?? 0);
+  const isDelta = Boolean(transfer.delta_from);
+  const bytes = Number((isDelta ? transfer.sent_bytes : transfer.total_bytes) ?? 0);
   return {
     id: transfer.transfer_id,
     policy: transfer.version.policy,
@@ -311,6 +312,7 @@ function course(transfer) {
     pauses: Object.fromEntries((transfer.pauses ?? []).map((one) =>
       [one.replica_id, [fromDuration(one.resumed_after), fromDuration(one.pause)]])),
     bytes,
+    delta_of: isDelta ? Number(transfer.total_bytes ?? 0) : 0, // bytes of the whole version
     rate: staging > 0 && isCommitted ? bytes / staging : 0,
     failure: transfer.failure ?? null,
     refusals: transfer.refusals ?? [],

@@ -49,7 +49,9 @@ export class Waterfall {
   }
 
   speed(transfer) {
-    if (!transfer.rate) return [transfer.bytes ? bytes(transfer.bytes) : ""];
+    const sent = transfer.delta_of
+      ? `delta ${bytes(transfer.bytes)} of ${bytes(transfer.delta_of)}` : bytes(transfer.bytes);
+    if (!transfer.rate) return [transfer.bytes ? sent : ""];
     const best = this.pool.rates[transfer.backend];
     const share = best ? Math.min(1, transfer.rate / best.rate) : 1;
     const text = `${Math.round(share * 100)} % of the highest seen over ${transfer.backend}`;
@@ -59,7 +61,7 @@ export class Waterfall {
         svg("title", {}, `${text}: ${best ? rate(best.rate) : ""}, ${best ? best.version : ""}`),
         svg("rect", { class: "all", width: SCALE, height: 1 }),
         svg("rect", { class: "share", width: share * SCALE, height: 1, "data-share": share })),
-      el("small", {}, `${Math.round(share * 100)} % of highest, ${bytes(transfer.bytes)}`),
+      el("small", {}, `${Math.round(share * 100)} % of highest, ${sent}`),
     ];
   }
 }
