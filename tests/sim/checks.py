@@ -391,6 +391,8 @@ class Checks:
         if late > SLACK_SECONDS and awake_at + SLACK_SECONDS < world.clock.now:
             fail(f"the push of {shown} ended {late:.1f} s after its deadline")
         self.stalls.push_ended(push)
+        if push.error is not None and push.error.reason == "DELTA_REFUSED":
+            fail(f"the push of {shown} ended with {push.error!r} and was not sent whole")
         if push.error is None and not self.losses.is_lost(push.transfer_id):
             record = world.catalog.versions.get(push.version) if push.version else None
             if record is None or record.state not in _HELD:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future, Process
 from tests.sim.data import LAYOUTS
 from tests.sim.live_groups import LiveGroups
-from tests.sim.services import Services
+from tests.sim.services import Services, describe
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
@@ -45,6 +45,7 @@ class SimCoordinator(Process):
         self._services = Services(self)
         self.calls: dict[int, Future] = {}
         self.calls_since: dict[int, float] = {}
+        self._describing: set[int] = set()
         self.started_at = self.clock.now
         self.manifests: set[bytes] = set()
         self.num_calls_out = 0
@@ -189,6 +190,9 @@ class SimCoordinator(Process):
     def _answer(self, ticket: int, answer: Any, error: WeftError | None) -> None:
         future = self.calls.pop(ticket, None)
         self.calls_since.pop(ticket, None)
+        if ticket in self._describing and answer is not None:
+            answer = describe(self.state)
+        self._describing.discard(ticket)
         if future is not None:
             if isinstance(answer, effects.LeaseAnswer):
                 self.world.checks.leases.told(answer)
@@ -316,6 +320,8 @@ class SimCoordinator(Process):
             return future, None
         self.calls[ticket] = future
         self.calls_since[ticket] = self.clock.now
+        if method == "describe":
+            self._describing.add(ticket)
         self.post(event)
 
         def gone() -> None:

@@ -53,6 +53,20 @@ def plan_of(layout: VersionLayout) -> SendPlan:
     return make_send_plan(2, wires)
 
 
+def delta_plan(layout: VersionLayout, base: ContentDigest, num_senders: int) -> SendPlan:
+    """Changes of a base: as ``plan_of``, or from one sender."""
+    plan = plan_of(layout)
+    if num_senders == 1:
+        plan = make_send_plan(1, [WireBucket(0, i, 256, 1) for i in range(layout.num_buckets)])
+    wires = [WireBucket(wire.sender, wire.bucket, 256, 1) for wire in plan.buckets]
+    return make_send_plan(num_senders, wires, base.value)
+
+
+def change_between(one: bytes, other: bytes) -> bytes:
+    """What makes either content the other; of a third content it makes none of the two."""
+    return bytes(a ^ b for a, b in zip(one, other, strict=True))
+
+
 def digest_over(contents: Sequence[bytes], layout: VersionLayout) -> ContentDigest:
     """Over all buckets; of buckets that belong together it is what they are of."""
     value = contents[0] if len(set(contents)) == 1 else b"mixed"

@@ -35,6 +35,8 @@ class Faults:
         world.corruption = maybe(0.3)
         world.clean_failure, world.dirty_failure = maybe(0.3), maybe(0.2)
         world.slow_disk, world.refusals = maybe(0.2), maybe(0.4)
+        deltas = world.deltas
+        world.delta_failure = deltas.uniform(0, 0.4) if deltas.random() < 0.6 else 0.0
         self.was_slow, self.was_slow_disk = bool(network.slow), bool(world.slow_disk)
         kinds: list[Callable[[], None]] = [
             self._crash_replica,
@@ -80,7 +82,7 @@ class Faults:
         world.network.heal()
         world.network.loss = world.network.repeat = world.network.slow = 0.0
         world.corruption = world.clean_failure = world.dirty_failure = 0.0
-        world.slow_disk = world.refusals = 0.0
+        world.slow_disk = world.refusals = world.delta_failure = 0.0
         self._restart_coordinator()
         self.restart()
 

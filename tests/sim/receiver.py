@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, any_of
-from tests.sim.data import PROGRESS_SECONDS, digest_over, sender_name
+from tests.sim.data import PROGRESS_SECONDS, change_between, digest_over, sender_name
 from tests.sim.in_place import AHEAD
 from tests.sim.network import Stream
 from tests.sim.store import Copy, Partial
@@ -16,6 +16,7 @@ from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
     LoadFailedError,
+    NotReadyError,
     PeerUnavailableError,
     TransferAbortedError,
     TransferTimeoutError,
@@ -47,6 +48,8 @@ class Receiver:
         self._wake = Future()
         self._aborted = Future()
         self._prepared: tuple[Transfer, Partial] | None = None
+        #: Of a delta, the content that it is applied to.
+        self._base = b""
         self._deadline = 0.0
         self.ended = Future()
         replica.worker.spawn(self._run()).then(lambda _: self.ended.set())
@@ -124,11 +127,42 @@ class Receiver:
         partial = store.take_partial(transfer.transfer_id, transfer.trainer_id, self.index)
         if store.num_held(self.index) >= _STAGING_ROOM:
             raise CapacityError("staging is full")
+        if transfer.delta_from:
+            try:
+                self._base = self._base_to_change(transfer)
+            except WeftError:
+                store.put_partial(partial, self.index)
+                raise
         self._prepared = transfer, partial
         goes_on = self.replica.in_place.prepare
         if self._in_place(transfer) and not goes_on(transfer.transfer_id):
             partial.contents.clear()
         self.stream.up(("prepared", transfer.transfer_id, len(partial.contents)))
+
+    def _base_to_change(self, transfer: Transfer) -> bytes:
+        """The content of the copy that a delta is applied to.
+
+        Now and then there is none, or it is not what it was, or the wrong one is taken.
+        """
+        world, deltas = self.world, self.world.deltas
+        bases = [base.digest.value for base in self.replica.store.bases]
+        base = next((value for value in bases if value == transfer.delta_from), b"")
+        if base and deltas.random() < world.delta_failure:
+            match deltas.choice(["gone", "full", "damaged", "wrong"]):
+                case "gone":
+                    self.replica.store.drop_base(base)
+                    reason = deltas.choice(["NOT_RETAINED", "DELTA_REFUSED"])
+                    raise NotReadyError("its copy was dropped", reason=reason)
+                case "full":
+                    raise CapacityError("there is no room beside the copy")
+                case "damaged":
+                    base = b"damaged!"
+                case "wrong":
+                    base = bases[-1]
+        if not base:
+            raise NotReadyError("it holds no such base", reason="DELTA_REFUSED")
+        world.checks.transfers.applying(self, transfer.transfer_id, base)
+        return base
 
     def _receive(self, transfer_id: str, first_bucket: int) -> Generator[Any, Any, None]:
         assert self.stream is not None
@@ -142,14 +176,19 @@ class Receiver:
             self._say_due(transfer)
             yield from self._await_loaded(transfer)
         self._prepared = None
-        digest = digest_over(contents, transfer.layout)
+        made = contents
+        if transfer.delta_from:
+            made = [change_between(self._base, content) for content in contents]
+        digest = digest_over(made, transfer.layout)
         copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents))
         self.replica.store.put_staged(copy, self.index)
         self.world.checks.transfers.staging(self, transfer_id, digest)
         self.stream.up(("staged", transfer_id, digest))
 
     def _in_place(self, transfer: Transfer) -> bool:
-        return self.replica.kind.in_place and transfer.kind is PolicyKind.BASE
+        # A delta is read against what is served, and written at its commit.
+        is_whole = transfer.kind is PolicyKind.BASE and not transfer.delta_from
+        return self.replica.kind.in_place and is_whole
 
     def _say_due(self, transfer: Transfer) -> None:
         assert self.stream is not None

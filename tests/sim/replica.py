@@ -404,6 +404,8 @@ class SimReplica(Process):
         if outcome.failure == "clean":
             raise LoadFailedError("the engine said no", metadata={"dirty": "false"})
         self.dirty_reason = "the engine broke"
+        if self.kind.in_place and self.world.sends_deltas:  # there is nothing to read back
+            self.store.bases.clear()
         raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"})
 
     def _serve_base(self, copy: Copy, *, is_late: bool) -> None:

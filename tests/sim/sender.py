@@ -28,6 +28,8 @@ class Sending:
     deadline: float
     plan: SendPlan | None = None
     rank: int = 0
+    change: bytes = b""
+    """Of a delta, what its buckets carry; empty where they carry the content."""
     num_packed: int = 0
     num_released: int = 0
 
@@ -126,7 +128,7 @@ class Epoch:
                     yield from self._await_released(sending, indices[nth - NUM_BUFFERS] + 1)
                 sending.num_packed = nth + 1
             yield self.world.random.uniform(0.001, 0.1)
-            data.send(indices[nth], sending.digest.value)
+            data.send(indices[nth], sending.change or sending.digest.value)
             self.num_sent = indices[nth] + 1
         yield from self._await_released(sending, sending.num_buckets)
         self.stream.up(("staged", transfer_id, sending.digest))

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import HeldVersion
 from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica_state import base_targets
 from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, VersionState
 from weft_rl.coordinator.decisions.step import already_committed
+from weft_rl.coordinator.decisions.transfers import preflight
 
 if TYPE_CHECKING:
     from tests.sim.coordinator import SimCoordinator
+
+
+@dataclass(frozen=True)
+class Target:
+    """What DescribeTarget tells of the base that is served."""
+
+    content: bytes
+    delta_refusal: str
+
+
+def describe(state: PoolState) -> Target:
+    """As ``PublishServicer.DescribeTarget``."""
+    return Target(state.served_base_content, preflight.why_no_delta(state, base_targets(state)))
 
 
 #: Calls whose event is made of what they are called with.

@@ -107,6 +107,14 @@ class Store:
             self.bases = [copy, *others]
             self._drop_beyond()
 
+    def drop_base(self, content: bytes) -> None:
+        """Lose the copy of a base, unless it is pinned."""
+        self.bases = [
+            base
+            for base in self.bases
+            if base.digest.value != content or base.version.version in self.pinned
+        ]
+
     def pin_bases(self, versions: tuple[int, ...]) -> None:
         """Keep copies of these, and no longer those of others beyond ``base_copies``."""
         self.pinned = frozenset(versions)

@@ -49,6 +49,8 @@ def test_a_seed_is_always_the_same_run() -> None:
 
 _WORDS = [
     "transfer_committed",
+    "is committed as a delta",
+    "sends it whole",
     "transfer_aborted",
     "is committed by the survivors",
     "clone_ended",

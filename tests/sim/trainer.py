@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
-from tests.sim.data import layout_of, plan_of
+from tests.sim.data import change_between, delta_plan, layout_of, plan_of
 from tests.sim.sender import Sender, Sending
+from tests.sim.services import Target
 from tests.unit.coordinator.decisions.machine import SPEC
 from weft_rl.contract.errors import (
     LeaseFencedError,
@@ -24,10 +25,29 @@ from weft_rl.contract.manifest import WSUM64, SendPlan
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer
 from weft_rl.coordinator.decisions.state.transfer import Group
-from weft_rl.coordinator.decisions.state.values import ContentDigest, PolicyKind, VersionLayout
+from weft_rl.coordinator.decisions.state.values import (
+    ContentDigest,
+    PolicyKind,
+    VersionLayout,
+    base_content,
+)
 
 if TYPE_CHECKING:
     from tests.sim.world import World
+
+
+#: Reasons of a push that ended before its commit point for certain.
+_NOT_COMMITTED = frozenset(
+    {
+        "DELTA_REFUSED",
+        "TRANSFER_ABORTED",
+        "DIGEST_MISMATCH",
+        "STAGING_FULL",
+        "POOL_EMPTY",
+        "POLICY_OWNED",
+        "STALLED",
+    }
+)
 
 
 @dataclass
@@ -67,6 +87,8 @@ class SimTrainer(Process):
         self.others = [Process(world.clock, f"{name}.1")] * world.random.choice([0, 0, 1])
         self._senders: list[Sender] = []
         self._pool_id = ""
+        #: What the pool committed last of the base, as far as it knows for certain.
+        self._committed: ContentDigest | None = None
         self.is_of_another_pool = False
         self.spawn(self._renew())
         self.worker.spawn(self._train())
@@ -81,7 +103,8 @@ class SimTrainer(Process):
     def _train(self) -> Generator[Any, Any, None]:
         random = self.world.random
         while True:
-            yield random.uniform(0.1, 3.0)
+            seconds = random.uniform(0.1, 3.0)
+            yield seconds / 4 if self.world.sends_deltas else seconds
             if self.world.quiet:
                 return
             if BASE_POLICY in self.policies and random.random() < 0.15:
@@ -89,6 +112,8 @@ class SimTrainer(Process):
                     yield from self._sleep_or_wake()
                 continue
             policy = random.choice(self.policies)
+            if self.world.sends_deltas and BASE_POLICY in self.policies:
+                policy = BASE_POLICY if self.world.deltas.random() < 0.6 else policy
             quorum = min(random.choice([0, 0, 1, 1, 2]), len(self.world.replicas))
             yield from self.push(policy, random.choice([3.0, 6.0, 10.0, 40.0]), quorum)
 
@@ -162,32 +187,93 @@ class SimTrainer(Process):
         return f"q{number}"
 
     def _push(self, push: Push, content: bytes) -> Generator[Any, Any, None]:
-        layout = layout_of(push.policy)
-        yield self._call("describe", self._left(push))
+        layout, target = layout_of(push.policy), (yield self._call("describe", self._left(push)))
         self.others = [r if r.alive else Process(self.clock, r.name) for r in self.others]
         if self.others and self.world.random.random() < 0.7:
             push.plan = plan_of(layout)
+        digest = ContentDigest(WSUM64, content, layout.total_bytes)
+        if push.policy != BASE_POLICY:
+            yield from self._send(push, layout, digest)
+            return
+        known, self._committed = self._committed, None
+        try:
+            is_sent = yield from self._send_base(push, layout, digest, target, known)
+        except WeftError as error:
+            self._committed = known if error.reason in _NOT_COMMITTED else None
+            raise
+        self._committed = digest if is_sent else None
+
+    def _send_base(
+        self,
+        push: Push,
+        layout: VersionLayout,
+        digest: ContentDigest,
+        target: Target,
+        known: ContentDigest | None,
+    ) -> Generator[Any, Any, bool]:
+        """Send it as a delta, and whole where that is refused; or whole at once."""
+        if self._sends_delta(target, layout, known):
+            whole, request_id = push.plan, push.request_id
+            # Now and then from what the pool never had.
+            base = known or replace(digest, value=b"invented")
+            push.plan = delta_plan(layout, base, whole.num_senders if whole else 1)
+            try:
+                change = self._change(base, digest.value)
+                return (yield from self._send(push, layout, digest, change))
+            except NotReadyError as error:
+                if error.reason != "DELTA_REFUSED":
+                    raise
+                self.world.trace(self.name, f"sends it whole: {error.message}")
+            push.plan, push.request_id = whole, f"{request_id}w"
+            push.version, push.transfer_id = None, ""
+        return (yield from self._send(push, layout, digest))
+
+    def _sends_delta(
+        self, target: Target, layout: VersionLayout, base: ContentDigest | None
+    ) -> bool:
+        """Whether the base is sent as a delta; now and then also where it is to be refused."""
+        world = self.world
+        if not world.sends_deltas:
+            return False
+        is_served = base is not None and target.content == base_content(layout.digest, base)
+        fits = is_served and not target.delta_refusal
+        return world.deltas.random() < (0.85 if fits else 0.2)
+
+    def _change(self, base: ContentDigest, content: bytes) -> bytes:
+        """Now and then of a copy that is not what its trainer takes it for."""
+        world = self.world
+        has_drifted = world.deltas.random() < world.delta_failure / 4
+        return change_between(b"drifted!" if has_drifted else base.value, content)
+
+    def _send(
+        self, push: Push, layout: VersionLayout, digest: ContentDigest, change: bytes = b""
+    ) -> Generator[Any, Any, bool]:
+        """Send a version, or a change to the base; returns once all is well. False where it
+        was the outcome of an earlier call that was heard."""
         begun = yield from self._begin(push, layout)
         push.version, push.transfer_id = begun.version, begun.transfer_id
-        digest = ContentDigest(WSUM64, content, layout.total_bytes)
         if begun.group is None:
             yield from self._outcome(push, None, None)
-            return
+            return False
         self.world.checks.sending(begun, digest)
-        if push.plan and not all(rank.alive for rank in self.others):
+        if push.plan and push.plan.num_senders > 1 and not all(rank.alive for rank in self.others):
             error = PeerUnavailableError("a rank ended while the push began", reason="RANK_GONE")
             yield from self._give_up(push, error)
             raise error
-        sending = Sending(begun.transfer_id, layout, digest, push.deadline, push.plan)
+        sending = Sending(
+            begun.transfer_id, layout, digest, push.deadline, push.plan, change=change
+        )
+        known = replace(push)  # what its ranks ask about, though a further attempt has begun
         sender = self._sender_for(begun.group)
         ended = Future()
         for rank, (process, other) in enumerate(zip(self.others, self._senders, strict=False), 1):
             part = replace(sending, rank=rank)
-            process.spawn(self._send_part(push, layout, other, part, ended))
+            process.spawn(self._send_part(known, layout, other, part, ended))
         try:
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
-                yield from sender.carry(sending, partial(self._group_now, push, layout))
+                yield from sender.carry(sending, partial(self._group_now, known, layout))
             yield from self._outcome(push, sender, sending)
+            return True
         except WeftError as error:
             yield from self._give_up(push, error)
             raise

@@ -30,6 +30,7 @@ class TransferChecks:
         self._world = world
         self._begun: dict[str, tuple[str, ...]] = {}
         self._staged: dict[tuple[str, str], dict[int, ContentDigest]] = {}
+        self._bases: dict[tuple[str, str, int], bytes] = {}
         self._cloned: dict[tuple[str, str, str], set[int]] = {}
 
     def assigned(self, state: PoolState, transfer_id: str) -> None:
@@ -68,8 +69,27 @@ class TransferChecks:
         lacking = set(required).difference(transfer.targets)
         if transfer.purpose.require_all and not transfer.loading and lacking:
             fail(f"{record.version} requires all and was committed without one")
+        if transfer.delta_from:
+            self._check_delta(state, transfer)
         if transfer.lost:
             self._world.trace("coordinator", f"{record.version} is committed by the survivors")
+
+    def _check_delta(self, state: PoolState, transfer: Transfer) -> None:
+        """A delta is at its commit point: over the base that it is from, at every receiver."""
+        group, version = state.groups[transfer.group_id], transfer.policy_version
+        served = state.base_contents.get(transfer.served_before)
+        if served != transfer.layout.digest + transfer.delta_from:
+            fail(f"{version} is a delta and was committed over another base than it is from")
+        for member in group.members:
+            for index in range(member.num_receivers):
+                key = transfer.transfer_id, member.replica_id, index
+                if self._bases.get(key) != transfer.delta_from:
+                    fail(f"{member.replica_id} made {version} of another base than it is from")
+        self._world.trace("coordinator", f"{version} is committed as a delta")
+
+    def applying(self, receiver: Receiver, transfer_id: str, base: bytes) -> None:
+        """A receiver makes a version of a base and the changes that it gets."""
+        self._bases[transfer_id, receiver.replica.name, receiver.index] = base
 
     def _has_staged(
         self, state: PoolState, transfer: Transfer, replica_id: str, digest: ContentDigest | None

@@ -82,6 +82,9 @@ class World:
         self.data: dict[tuple[str, str, int], Data] = {}
         self.corruption = self.clean_failure = self.dirty_failure = self.slow_disk = 0.0
         self.refusals = 0.0
+        # By a generator of their own: a seed without them is the run that it always was.
+        self.deltas = Random(f"deltas of {seed}")
+        self.sends_deltas, self.delta_failure = self.deltas.random() < 0.5, 0.0
         self._refused_by_all: dict[PolicyVersion, bool] = {}
         self.quiet = False
         self.coordinator: SimCoordinator

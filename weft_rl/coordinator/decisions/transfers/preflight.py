@@ -255,6 +255,8 @@ def why_no_delta(state: PoolState, replicas: Collection[Replica]) -> str:
         return "the pool serves base@0, which was not pushed"
     if not state.served_base_content:
         return f"the content of base@{state.vector.base} is not known"
+    if not replicas:
+        return "no replica is in contact"
     refusals = [(replica, _why_no_delta_at(state, replica)) for replica in replicas]
     for replica, why in refusals:
         if why and not is_joining(state, replica):

@@ -257,6 +257,7 @@ def test_a_pool_of_joining_replicas_refuses_it_if_none_holds_the_base() -> None:
     m.register("r1")
     m.do(events.Leave(96, "r0", "i1"))
     assert _refusal(m) == _why(m.state) == LACKS.format("r1")
+    assert preflight.why_no_delta(m.state, []) == "no replica is in contact"
     m.register("r2", vector=VersionVector(1), retained=(1,))
     assert not _why(m.state)
     assert m.transfer(_delta(m)).targets == ("r2",)
