@@ -102,7 +102,7 @@ class PoolMetrics:
                 metric.labels(kind)
             for result in ("committed", "aborted", "failed"):
                 self._finished.labels(kind, result)
-        for form in ("dense", "delta"):
+        for form in ("whole", "delta"):
             self._sent.labels(form)
         for repair, result in _REPAIRS.values():
             self._repairs[repair].labels(result)
@@ -159,7 +159,7 @@ class PoolMetrics:
         if now.commit_at and not (was and was.commit_at):
             self._stage.labels(kind).observe(now.commit_at - now.start_at)
             self._bytes.labels(kind).inc(now.layout.total_bytes)
-            self._sent.labels("delta" if now.delta_from else "dense").inc(now.sent_bytes)
+            self._sent.labels("delta" if now.delta_from else "whole").inc(now.sent_bytes)
 
     def _count_end(self, ended: Transfer) -> None:
         if ended.failure and ended.failure.reason == _STALLED and not ended.refusals:

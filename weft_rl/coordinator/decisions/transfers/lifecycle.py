@@ -38,7 +38,7 @@ JUDGE_AFTER_SECONDS = 0.5
 _REFUSED = frozenset({"UNAUTHENTICATED", "ROLE_MISSING"})
 # Failures of a receiver with a delta that a push of the whole version need not have: its own copy
 # of the base is gone, is not what it was, or leaves no room.
-_HEALED_BY_DENSE = frozenset({"DELTA_REFUSED", "DIGEST_MISMATCH", "STAGING_FULL", "NOT_RETAINED"})
+_HEALED_BY_WHOLE = frozenset({"DELTA_REFUSED", "DIGEST_MISMATCH", "STAGING_FULL", "NOT_RETAINED"})
 
 
 def join_answered(change: Change, event: events.JoinAnswered) -> None:
@@ -212,7 +212,7 @@ def _refused_delta(
     if not transfer.delta_from or any(rank in group.senders for rank in failures):
         return None
     for why in failures.values():
-        if why.reason in _HEALED_BY_DENSE:
+        if why.reason in _HEALED_BY_WHOLE:
             message = f"{why.message} [{why.reason}]: push the same weights whole"
             return Failure("DELTA_REFUSED", message, {**why.metadata, "cause": why.reason})
     return None
