@@ -22,7 +22,13 @@ from weft_rl.contract.manifest import Manifest, Run
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.wire import change_kernels
-from weft_rl.transport.wire.changes import RunPlace, decode_changes, run_elements, run_sum
+from weft_rl.transport.wire.changes import (
+    RunPlace,
+    decode_changes,
+    has_kernels,
+    run_elements,
+    run_sum,
+)
 
 
 class PlacedChanges(Protocol):
@@ -240,7 +246,7 @@ def _read_by_kernels(
 ) -> _Read | None:
     """Read as ``_read`` does, on a GPU, where every run lies in one piece, as often as it lies
     there; else return None."""
-    if not (payload.is_cuda and change_kernels.works(payload.device)):
+    if not has_kernels(payload.device):
         return None
     of_runs = [base.places(run.tensor) for run in runs]
     for run, found in zip(runs, of_runs, strict=True):

@@ -46,6 +46,7 @@ from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
 from weft_rl.transport.member import AttendStream, FetchedManifests, GroupEndedError, Membership
+from weft_rl.transport.wire.changes import warm
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -362,6 +363,8 @@ class GroupReceiver:
         content = manifest.layout_digest, plan.delta_from
         find = store.served_of_content if in_place else store.base_of_content
         verifying = partial(membership.progress.report, pb.ACTIVITY_VERIFYING, transfer_id)
+        memory = store.memory
+        warm(memory.device if in_place else memory.place(adapter=False))  # before all has come
         try:
             with ExitStack() as stack:
                 # Before memory is reserved: other copies give way to a push, this one does not.

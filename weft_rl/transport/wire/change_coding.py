@@ -110,13 +110,7 @@ def run_sum(run: Run, positions: torch.Tensor, bits: torch.Tensor, itemsize: int
 def encode_changes(
     old: torch.Tensor, new: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]
 ) -> EncodedChanges:
-    """Compare two versions of a bucket, and code what differs. Blocks for one reading of both.
-
-    Args:
-        old, new: Payloads of all elements of these runs: uint8, 1-D, contiguous, on one device.
-        runs: Runs that lie in them.
-        itemsizes: Bytes of an element of each run.
-    """
+    """Compare two packed versions of a bucket, and code what differs; see ``changes``."""
     blocks = _Blocks.of(runs, itemsizes, old.device)
     changes = _find(old, new, blocks)
     return _Encoder(blocks, changes, old, new).encode()
@@ -140,20 +134,7 @@ def apply_changes(
     data: torch.Tensor,
     places: Sequence[RunPlace],
 ) -> list[int]:
-    """Overwrite elements with their new values, once all old ones were found to be there.
-
-    Args:
-        payload: Coded changes, on the device of ``data``.
-        data: uint8, 1-D, contiguous: memory that holds the old elements. Written.
-        places: Place of each run there.
-
-    Returns:
-        Number that the digest of each run changes by, modulo 2**64.
-
-    Raises:
-        DigestMismatchError: The payload is malformed, or other elements are there than were
-            changed; nothing was written.
-    """
+    """Overwrite elements once all old ones were found to be there; see ``changes``."""
     to_write, sums = [], []
     for run, size, place, own in zip(
         runs, itemsizes, places, decode_changes(payload, runs, itemsizes), strict=True

@@ -1,7 +1,8 @@
 """Kernels that code the changed elements of a bucket on a GPU, and apply them.
 
 Written in CUDA C++ and compiled at run time. ``change_coding`` has the same in torch, which is the
-specification of the bytes; where no kernel can be compiled a warning says so.
+specification of the bytes; where no kernel can be compiled a warning says so. Kernels and what
+launches them are in one file: the rows of their tables are laid out here, for both.
 
 Source: docs/protocol.md, A bucket of changes.
 """

@@ -5,6 +5,7 @@ Source: docs/protocol.md, A bucket of changes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "compares_in_place",
     "decode_changes",
     "encode_changes",
+    "has_kernels",
     "packed_places",
     "run_elements",
     "run_sum",
@@ -39,9 +41,28 @@ __all__ = [
 _USUAL_SHARE = 16
 
 
-def warm() -> None:
-    """Make ready what changes are coded by, before a push waits for it; returns at once."""
-    host_changes.warm()
+_compiling = threading.Lock()
+
+
+def warm(device: torch.device) -> None:
+    """Compile what codes the changes of tensors on a device, before a push waits for it; returns at
+    once."""
+    works = has_kernels if device.type == "cuda" else _has_host_coder
+    own = torch.empty(0, device=device).device  # its number, which tensors there have
+    threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=True).start()
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether a device is a GPU that runs our kernels. Blocks for seconds the first time,
+    while they are compiled."""
+    if device.type != "cuda":
+        return False
+    with _compiling:
+        return change_kernels.works(device)
+
+
+def _has_host_coder(device: torch.device) -> bool:
+    return device.type == "cpu" and host_changes.works()
 
 
 def encode_changes(
@@ -62,7 +83,7 @@ def encode_changes(
     if compares_in_place(old.device):
         return host_changes.encode(old, new, runs, itemsizes)
     assert isinstance(new, torch.Tensor), "it is packed where it is not compared in place"
-    if old.is_cuda and change_kernels.works(old.device):
+    if has_kernels(old.device):
         return _encode_on_gpu(old, new, tuple(runs), tuple(itemsizes))
     return change_coding.encode_changes(old, new, runs, itemsizes)
 
@@ -82,7 +103,7 @@ def _encode_on_gpu(
 
 def compares_in_place(device: torch.device) -> bool:
     """Return whether new elements on a device need not be packed to be compared."""
-    return device.type == "cpu" and host_changes.works()
+    return _has_host_coder(device)
 
 
 def apply_changes(
@@ -106,9 +127,9 @@ def apply_changes(
         DigestMismatchError: The payload is malformed, or other elements are there than were
             changed; nothing was written.
     """
-    if data.device.type == "cpu" and host_changes.works():
+    if _has_host_coder(data.device):
         return host_changes.apply(payload, runs, itemsizes, data, places)
-    if data.is_cuda and change_kernels.works(data.device):
+    if has_kernels(data.device):
         decoded = change_kernels.decode(payload, tuple(runs), tuple(itemsizes), data, tuple(places))
         decoded.check()
         decoded.apply()

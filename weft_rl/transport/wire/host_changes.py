@@ -59,11 +59,6 @@ def works() -> bool:
         return _library() is not None
 
 
-def warm() -> None:
-    """Compile the coder before a push waits for it; returns at once."""
-    threading.Thread(target=works, name="weft-warm-changes", daemon=True).start()
-
-
 @cache
 def _library() -> ctypes.CDLL | None:
     source = Path(__file__).with_name("changes.c")

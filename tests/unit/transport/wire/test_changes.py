@@ -173,7 +173,7 @@ def test_whatever_a_payload_holds_nothing_is_written_unless_all_is(
 
 
 def test_runs_are_applied_to_their_places_in_any_memory() -> None:
-    """Of a tensor of rows of 24: columns, as they lie there, and not as they are packed."""
+    """Columns of a tensor of rows of 24 are where they lie there, and not as they are packed."""
     pair = pair_of([Run(0, 4, 8, 24, 16), Run(1, 3, 70)], [2, 4], 0.2, seed=4)
     coded = encode_changes(pair.old, pair.new, pair.runs, pair.sizes)
     places = [RunPlace(256 + 8, 8, 24), RunPlace(2048 + 12, 70, 0)]
@@ -216,8 +216,8 @@ def test_what_lies_beside_the_runs_is_not_compared() -> None:
     ("density", "bits"), [(0.0052, 12.2), (0.0147, 10.2), (0.0367, 8.7), (0.0959, 7.1)]
 )
 def test_a_change_takes_so_many_bits(density: float, bits: float) -> None:
-    """As training makes them: 87 % of the steps by one unit, the others geometric; see
-    docs/deltas.md. The bits that a share of changes needs at least are 10 to 30 % fewer."""
+    """Changes are drawn as training makes them: 87 % of the steps by one unit, the others
+    geometric. The bits that a share of changes needs at least are 10 to 30 % fewer."""
     torch.manual_seed(1)
     many = 2**20
     old = torch.randint(-(2**15), 2**15, (many,)).to(torch.int16)
