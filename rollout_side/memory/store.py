@@ -263,9 +263,11 @@ class WorkerStore:
             self._segments.put(segment)
 
     def put_staged(self, staged: StagedVersion | StagedDelta) -> None:
-        """Turn a reservation into a staged version.
+        """Turn a reservation into a staged version. A delta has none, for its size is not known
+        before it is read.
 
         Raises:
+            CapacityError: There is no room for a delta.
             TransferAbortedError: Its transfer was discarded meanwhile; the memory
                 may be reused.
         """
@@ -274,9 +276,19 @@ class WorkerStore:
             if staged.transfer_id in self._discarded:
                 self._free(staged)
                 raise TransferAbortedError(f"transfer {staged.transfer_id} was discarded meanwhile")
+            if isinstance(staged, StagedDelta):
+                self._check_room_for(staged)
             self._staged[staged.transfer_id] = staged
             if is_adapter(staged.version):
                 self._last_adapter_bytes = staged.num_bytes
+
+    def _check_room_for(self, delta: StagedDelta) -> None:
+        room = self.staging_capacity_bytes - self._num_waiting_bytes()
+        if delta.num_bytes > room:
+            raise CapacityError(
+                f"{delta.version} changes elements that take {delta.num_bytes:,} bytes beside the "
+                f"weights, and {max(0, room):,} of --staging-memory-gib are left"
+            )
 
     def _free(self, staged: StagedVersion | StagedDelta | None) -> None:
         """Let the memory of a staged version be used again."""

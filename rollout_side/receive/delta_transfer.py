@@ -30,7 +30,7 @@ from rollout_side.receive.incoming_buckets import (
     StagingTransfer,
     arrival_buffers,
 )
-from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.manifest import Run, SendPlan, check_coverage
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.copies import copy_digesting
@@ -164,13 +164,18 @@ class ServedDeltaTransfer(DeltaTransfer):
             assert isinstance(self._base, ServedBase), "it was lent as such"
             partial = self._partial
             device = self._base.device
-            staged = stage_delta(
-                self._base,
-                partial.transfer_id,
-                self._version,
-                ((each.runs, _changes(each).to(device)) for each in partial.verified),
-                self._report,
-            )
+            try:
+                staged = stage_delta(
+                    self._base,
+                    partial.transfer_id,
+                    self._version,
+                    ((each.runs, _changes(each).to(device)) for each in partial.verified),
+                    self._report,
+                )
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"{device} has no room to keep what {self._version} changes: {error}"
+                ) from error
             self._store.put_staged(replace(staged, received=partial))
             return staged.content_digest
 

@@ -330,7 +330,7 @@ def test_a_run_that_is_lost_or_comes_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("at", [-1, 0, 32 + 8 + 16])
 def test_bytes_that_changed_on_the_way_are_refused(at: int) -> None:
-    """Of the payload, of the trailer behind it, and of the list of runs behind that."""
+    """They are of the payload, of the trailer behind it, or of the list of runs behind that."""
     old = values(1)
     replica = Replica(old)
     made = delta(replica.manifest, old, changed(old), whole)
