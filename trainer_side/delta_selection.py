@@ -115,12 +115,27 @@ class DeltaSelection:
         push, digest = plan.push, transfer.content_digest.value
         history, seconds = self._of(plan), transfer.staging.ToTimedelta().total_seconds()
         if isinstance(push, DeltaPush):
-            history.was_sent(transfer.sent_bytes / max(1, push.num_bytes))
-            push.committed(digest)
+            history.share = transfer.sent_bytes / max(1, push.num_bytes)
+            if self._mode == "always" or history.pays(push.num_bytes, self._on_device(plan)):
+                history.was_useful()
+            else:
+                history.was_useless()
+            self._follow(push, digest)
         elif seconds > 0:
             history.send_rate = push.num_bytes / seconds
         if push.copy is not None and self._copy is push.copy:
             self._copy.committed(digest)
+
+    def _follow(self, push: DeltaPush, digest: bytes) -> None:
+        """Bring the copy up to date; without one where it fails, for the push is committed."""
+        try:
+            push.committed(digest)
+        except (WeftError, RuntimeError, MemoryError) as error:
+            self._copy = None
+            _log.warning("the next push sends all elements, for a new copy of them: %s", error)
+
+    def _on_device(self, plan: PushPlan) -> bool:
+        return self._selection.device_of(plan.backend).type != "cpu"
 
     def close(self) -> None:
         """Give the copy's memory back."""
@@ -141,7 +156,7 @@ class DeltaSelection:
             served=target.base_layout_digest + content if content else b"",
             copied=self._copy.key if self._copy is not None and self._fits(push) else b"",
             refusal=target.delta_refusal,
-            on_device=self._selection.device_of(plan.backend).type != "cpu",
+            on_device=self._on_device(plan),
             num_bytes=push.num_bytes,
         )
         history = self._of(plan)

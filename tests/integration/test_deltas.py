@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from rollout_side.receive import delta_transfer
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.integration.replicas import is_ready
 from trainer_side import Publisher
+from trainer_side.deltas import choice
+from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.push_request import DeltaUsage, PushReport
 from weft_rl.cli.orders import rollback
 from weft_rl.contract.names import PolicyVersion
@@ -300,3 +303,75 @@ def test_auto_leaves_a_fast_backend_alone_and_keeps_no_copy(
     assert "not measured yet" in first.delta.whole_reason
     assert "all elements are sent in 0.0" in second.delta.whole_reason
     assert first.delta.memory_bytes == second.delta.memory_bytes == 0
+
+
+def test_auto_sends_deltas_where_they_are_faster(
+    pool: Pool, engines: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is slow enough within a host: times are taken as those of a slow network."""
+    monkeypatch.setattr(choice, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "_HOST_RATE", 1e15)
+    model = Model(seed=1)
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+        reports = []
+        for pays in (True, True, True, False, True):
+            if not pays:
+                monkeypatch.setattr(choice, "_MIN_GAIN", 1e9)
+            reports.append(publisher.push_base(model).report)
+            monkeypatch.setattr(choice, "_MIN_GAIN", 0.0)
+            assert all(same(engine.base, weights(model)) for engine in engines)
+            step(model)
+    why = [report.delta.whole_reason for report in reports]
+    assert "not measured yet" in why[0]
+    assert "no copy yet" in why[1]
+    assert [report.delta.is_delta for report in reports] == [False, False, True, False, False]
+    assert "comparing would take as long" in why[3]
+    assert "no copy yet" in why[4]
+
+
+def test_a_copy_that_cannot_follow_a_committed_delta_fails_no_push(
+    pool: Pool,
+    engines: list[EngineDouble],
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model(seed=1)
+    publisher.push_base(model)
+    step(model)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CommittedCopy, "apply", full)
+        assert publisher.push_base(model).report.delta.is_delta
+    step(model)
+    assert "no copy yet" in publisher.push_base(model).report.delta.whole_reason
+    step(model)
+    assert publisher.push_base(model).report.delta.is_delta
+    assert all(same(engine.base, weights(model)) for engine in engines)
+
+
+@pytest.mark.parametrize("room_bytes", [None, 100])
+def test_a_replica_without_room_for_what_a_delta_changes_is_sent_all_elements(
+    pool: Pool,
+    in_place: EngineDouble,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+    room_bytes: int | None,
+) -> None:
+    """Because its accelerator has none, or its operator gave it none."""
+    model = Model(seed=1)
+    publisher.push_base(model)
+    step(model)
+    if room_bytes is not None:
+        monkeypatch.setattr(in_place.store, "staging_capacity_bytes", room_bytes)
+    else:
+
+        def full(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(delta_transfer, "stage_delta", full)
+    report = publisher.push_base(model).report
+    assert "STAGING_FULL" in report.delta.whole_reason
+    assert same(in_place.base, weights(model))

@@ -61,14 +61,20 @@ class DeltaHistory:
     num_paused: int = 0
 
     def was_useless(self) -> None:
-        """Note that a delta was too large, or was refused: the next pushes are not compared, twice
-        as many each time."""
+        """Note that a delta was too large, too slow or refused: the next pushes are not compared,
+        twice as many each time. What was measured of it is forgotten, for it may pass."""
         self.pause = min(_LONGEST_PAUSE, 2 * self.pause or 1)
         self.num_paused = self.pause
+        self.compare_rate, self.share = 0.0, _EXPECTED_SHARE
 
-    def was_sent(self, share: float) -> None:
-        """Note that a delta was committed."""
-        self.share, self.pause, self.num_paused = share, 0, 0
+    def was_useful(self) -> None:
+        """Note that a delta was committed, and was worth it."""
+        self.pause = self.num_paused = 0
+
+    def pays(self, num_bytes: int, on_device: bool) -> bool:
+        """Return whether a delta is thought to be so much faster that a copy is kept for it; True
+        where it is not known how long all elements take."""
+        return not self.send_rate or self.gain(num_bytes, on_device=on_device) >= _MIN_GAIN
 
     def gain(self, num_bytes: int, *, on_device: bool) -> float:
         """Return how many times as long all elements are thought to take as a delta."""
@@ -88,8 +94,8 @@ def choose(mode: DeltaMode, facts: PoolFacts, history: DeltaHistory) -> Choice:
         seconds = facts.num_bytes / history.send_rate
         if seconds < _MIN_SECONDS:
             return Choice("whole", f"all elements are sent in {seconds:.3f} s")
-        gain = history.gain(facts.num_bytes, on_device=facts.on_device)
-        if gain < _MIN_GAIN:
+        if not history.pays(facts.num_bytes, facts.on_device):
+            gain = history.gain(facts.num_bytes, on_device=facts.on_device)
             return Choice(
                 "whole",
                 f"comparing would take as long as sending all elements ({gain:.2f} times as fast, "

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
-from weft_rl.transport.wire.changes import EncodedChanges, apply_changes, packed_places
+from weft_rl.transport.wire.changes import (
+    EncodedChanges,
+    apply_changes,
+    packed_places,
+    warm,
+)
 
 #: Memory left to the training on an accelerator; else the copy lies in the host's.
 _MARGIN_BYTES = 4 * 2**30
@@ -29,9 +34,10 @@ class CommittedCopy:
 
     def __init__(self, packing: PackedLayout, device: torch.device) -> None:
         assert packing.runs is not None, "a delta is of known runs"
-        self.packing = packing
+        self.packing, self._device = packing, device
         self.content_digest = b""
         self._num_put = 0
+        self._written: torch.cuda.Event | None = None
         self._packer: Packer | None = None
         #: For each tensor, the sum of its runs' digests here.
         self.totals: list[int] = []
@@ -43,6 +49,8 @@ class CommittedCopy:
             torch.empty(wire.payload_bytes, dtype=torch.uint8, device=place, pin_memory=is_aside)
             for wire in wires
         ]
+        for each in {device, place}:
+            warm(each)
 
     @property
     def key(self) -> bytes:
@@ -61,7 +69,10 @@ class CommittedCopy:
         return self._packer
 
     def payload(self, nth: int) -> torch.Tensor:
-        """Return the payload of a bucket of this rank, uint8: the copy itself."""
+        """Return the payload of a bucket of this rank, uint8: the copy itself, to be read on the
+        calling thread's current stream."""
+        if self._written is not None:  # on the stream of another thread, perhaps
+            torch.cuda.current_stream(self._device).wait_event(self._written)
         return self._payloads[nth]
 
     def put(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
@@ -73,6 +84,7 @@ class CommittedCopy:
         for run, digest in zip(packed.runs, packed.digests, strict=True):
             self.totals[run.tensor] = (self.totals[run.tensor] + digest) % 2**64
         self._payloads[nth].copy_(payload, non_blocking=True)
+        self._note_written()
         self._num_put += 1
 
     def committed(self, content_digest: bytes) -> None:
@@ -82,14 +94,24 @@ class CommittedCopy:
     def apply(
         self, coded: Sequence[EncodedChanges], content_digest: bytes, totals: Sequence[int]
     ) -> None:
-        """Bring the copy up to date by the changes of a delta that the pool has committed."""
+        """Bring the copy up to date by the changes of a delta that the pool has committed.
+
+        Raises:
+            DigestMismatchError: It is not what was compared; it is of no version then.
+            RuntimeError: There is no memory for it, and it is of none: torch's own.
+        """
         self.content_digest = b""
         assert self.packing.runs is not None
         for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
             sizes = self.packing.itemsizes(runs)
             places = packed_places(runs, sizes)
             apply_changes(own.payload.to(data.device), runs, sizes, data, places)
+        self._note_written()
         self.content_digest, self.totals = content_digest, list(totals)
+
+    def _note_written(self) -> None:
+        if self._device.type == "cuda":
+            self._written = torch.cuda.current_stream(self._device).record_event()
 
 
 def _has_room(device: torch.device, num_bytes: int) -> bool:

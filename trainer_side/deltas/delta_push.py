@@ -99,31 +99,31 @@ def _lying(push: RankPush, runs: Sequence[Run]) -> list[torch.Tensor] | None:
     return found
 
 
-def delta_packing(dense: PackedLayout, base: bytes, sizes: Sequence[int]) -> PackedLayout:
-    """Return the packing of a delta in the wire buckets of a dense push.
+def delta_packing(whole: PackedLayout, base: bytes, sizes: Sequence[int]) -> PackedLayout:
+    """Return the packing of a delta in the wire buckets of a push of all elements.
 
     Args:
         base: Content digest of the version that it changes.
         sizes: Payload bytes of each wire bucket, of all senders.
     """
     wires = [
-        WireBucket(wire.sender, wire.bucket, size, wire.num_runs or _num_runs(dense, index))
-        for index, (wire, size) in enumerate(zip(dense.plan.buckets, sizes, strict=True))
+        WireBucket(wire.sender, wire.bucket, size, wire.num_runs or _num_runs(whole, index))
+        for index, (wire, size) in enumerate(zip(whole.plan.buckets, sizes, strict=True))
     ]
-    return replace(dense, plan=make_send_plan(dense.plan.num_senders, wires, base))
+    return replace(whole, plan=make_send_plan(whole.plan.num_senders, wires, base))
 
 
-def _num_runs(dense: PackedLayout, index: int) -> int:
+def _num_runs(whole: PackedLayout, index: int) -> int:
     """Return the runs of a bucket that lists none: there is one sender."""
-    assert dense.runs is not None
-    return len(dense.runs[index])
+    assert whole.runs is not None
+    return len(whole.runs[index])
 
 
 class DeltaPush(RankPush):
-    """Push of a delta by one rank, in place of a dense push of the same weights.
+    """Push of a delta by one rank, in place of one of all elements.
 
     Args:
-        dense: Push of all elements; not sent.
+        whole: Push of all elements; not sent.
         packing: Wire buckets of the delta.
         changes: Changes that this rank sends.
         copy: Copy that they were made from; None at a rank that sends none.
@@ -132,21 +132,21 @@ class DeltaPush(RankPush):
 
     def __init__(
         self,
-        dense: RankPush,
+        whole: RankPush,
         packing: PackedLayout,
         changes: RankChanges,
         copy: CommittedCopy | None,
         share: float,
     ) -> None:
-        self._dense, self.packing, self.compared, self._copy = dense, packing, changes, copy
-        self.description, self.num_bytes = dense.description, dense.num_bytes
-        self.remarks, self.senders, self.sender = dense.remarks, dense.senders, dense.sender
-        self.is_prepared_together = dense.is_prepared_together
+        self._whole, self.packing, self.compared, self._copy = whole, packing, changes, copy
+        self.description, self.num_bytes = whole.description, whole.num_bytes
+        self.remarks, self.senders, self.sender = whole.remarks, whole.senders, whole.sender
+        self.is_prepared_together = whole.is_prepared_together
         self.changed_share = share
         self._totals = None if copy is None else changes.totals(copy)
 
     def assist(self, *, is_under_way: bool) -> None:
-        self._dense.assist(is_under_way=is_under_way)
+        self._whole.assist(is_under_way=is_under_way)
 
     def changes(self, nth: int) -> torch.Tensor:
         return self.compared.coded[nth].payload
@@ -156,16 +156,16 @@ class DeltaPush(RankPush):
 
     def add_up(self, totals: Sequence[int] | None = None) -> RankSum:
         """See ``RankPush``; what this rank adds is known from its copy."""
-        return self._dense.add_up(self._totals)
+        return self._whole.add_up(self._totals)
 
     def wait_added_up(self, timeout_seconds: float) -> None:
-        self._dense.wait_added_up(timeout_seconds)
+        self._whole.wait_added_up(timeout_seconds)
 
     def end_sending(self) -> None:
-        self._dense.end_sending()
+        self._whole.end_sending()
 
     def release(self) -> None:
-        self._dense.release()
+        self._whole.release()
 
     def committed(self, content_digest: bytes) -> None:
         """Bring the copy up to date: the pool has committed the delta."""

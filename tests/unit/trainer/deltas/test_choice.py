@@ -76,8 +76,19 @@ def test_deltas_of_no_use_are_tried_ever_more_rarely_and_again_once_one_was() ->
             history.num_paused -= 1
         assert choose("always", FACTS, history).how == "delta"
     assert pauses == [1, 2, 4, 8, 16, 16]
-    history.was_sent(0.02)
+    history.share = 0.02
+    history.was_useful()
     assert (history.share, history.pause) == (0.02, 0)
+
+
+def test_a_delta_that_was_slow_once_is_tried_again() -> None:
+    """What was slow may have been a compiler, or a machine that had other work."""
+    history = DeltaHistory(send_rate=SLOW, compare_rate=SLOW / 2, share=0.4)
+    assert not history.pays(GB, on_device=False)
+    history.was_useless()
+    assert choose("auto", FACTS, history).how == "keep"
+    history.num_paused -= 1
+    assert choose("auto", FACTS, history).how == "delta"
 
 
 @given(st.sampled_from(["auto", "always"]), st.floats(1e6, 1e13), st.booleans())

@@ -1,4 +1,4 @@
-"""What a rank compares, sends and keeps: its copy follows what the pool has committed."""
+"""Comparisons, deltas and copies of a rank: its copy follows what the pool has committed."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_values_that_are_not_finite_are_found_while_comparing() -> None:
 
 
 def test_each_rank_compares_what_it_holds() -> None:
-    """Of a tensor in two halves, each rank's delta is of its own, and their digests add up."""
+    """Each rank's delta is of its half of a tensor, and their digests add up."""
     tensors = {"a.weight": torch.arange(64.0).view(8, 8)}
     source: Any = tensor_source(tensors, CastRule(), "test")
     manifest = plan_buckets(source.metas)
