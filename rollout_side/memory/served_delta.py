@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -90,7 +91,7 @@ class StagedDelta:
         """Layout of the version."""
         return self.base.manifest
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of memory that it takes."""
         return sum(each.num_bytes for each in self.changes)

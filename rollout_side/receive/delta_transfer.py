@@ -8,7 +8,7 @@ One that loads in place reads them against the weights that it serves (``served_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -112,17 +112,11 @@ class DeltaTransfer(StagingTransfer):
         """
         partial, manifest = self._partial, self.manifest
         self._check_runs()
-        contents_of: dict[int, list[BucketContents]] = {}
-        for wire, contents in zip(self.plan.buckets, partial.verified, strict=True):
-            contents_of.setdefault(wire.bucket, []).append(contents)
-        found, added = [], [0] * len(manifest.tensors)
-        for bucket, start in enumerate(bucket_starts(manifest)):
+        data, starts = partial.segment.data, bucket_starts(manifest)
+        found = []
+        for bucket, start in enumerate(starts):
             self._report(bucket)
-            payload, digests = copy_bucket(self._base, bucket, partial.segment.data[start:])
-            found.append(digests)
-            for contents in contents_of[bucket]:
-                for run, change in zip(contents.runs, self._apply(contents, payload), strict=True):
-                    added[run.tensor] += change
+            found.append(copy_bucket(self._base, bucket, data[start:])[1])
         digests = in_manifest_order(manifest, found)
         if content_digest(digests) != self.plan.delta_from:
             raise DigestMismatchError(
@@ -131,26 +125,33 @@ class DeltaTransfer(StagingTransfer):
                 f"{self.plan.delta_from.hex()}: the weights here are not those that it was made "
                 "from"
             )
-        return [(digest + change) % 2**64 for digest, change in zip(digests, added, strict=True)]
+        for contents in partial.verified:
+            self._report(len(starts) - 1)
+            changes = self._apply(contents, data, starts)
+            for run, change in zip(contents.runs, changes, strict=True):
+                digests[run.tensor] = (digests[run.tensor] + change) % 2**64
+        return digests
 
     def _check_runs(self) -> None:
         """Refuse runs that do not cover every element once."""
         runs = [run for contents in self._partial.verified for run in contents.runs]
         check_coverage([slot.meta for slot in self.manifest.tensors], runs)
 
-    def _apply(self, contents: BucketContents, payload: torch.Tensor) -> list[int]:
-        changes = _changes(contents)
+    def _apply(
+        self, contents: BucketContents, data: torch.Tensor, starts: Sequence[int]
+    ) -> list[int]:
         sizes = [self._itemsize(run) for run in contents.runs]
-        places = [self._place(run) for run in contents.runs]
-        coded = changes.to(payload.device)
-        return apply_changes(coded, contents.runs, sizes, payload, places)
+        places = [self._place(run, starts) for run in contents.runs]
+        coded = _changes(contents).to(data.device)
+        return apply_changes(coded, contents.runs, sizes, data, places)
 
     def _itemsize(self, run: Run) -> int:
         return self.manifest.tensors[run.tensor].meta.dtype.itemsize_bytes
 
-    def _place(self, run: Run) -> RunPlace:
-        """Return the place of a run in its bucket of the layout."""
-        at = self.manifest.tensors[run.tensor].offset_bytes + run.first * self._itemsize(run)
+    def _place(self, run: Run, starts: Sequence[int]) -> RunPlace:
+        """Return the place of a run in memory where the layout's buckets begin at ``starts``."""
+        slot = self.manifest.tensors[run.tensor]
+        at = starts[slot.bucket] + slot.offset_bytes + run.first * self._itemsize(run)
         return RunPlace(at, run.count, run.stride)
 
 

@@ -132,15 +132,7 @@ class ReceiveRing:
         self, index: int, wire: torch.Tensor, nonce: int, arrived: ArrivedBucket
     ) -> Callable[[], BucketContents]:
         planned = self._plan.buckets[index]
-        changed = start_changes(
-            wire,
-            planned.payload_bytes,
-            self._manifest,
-            index,
-            nonce,
-            planned.bucket,
-            arrived,
-        )
+        changed = start_changes(wire, planned.payload_bytes, self._manifest, index, nonce, arrived)
 
         def end() -> BucketContents:
             runs, changes = changed()

@@ -14,6 +14,7 @@ from weft_rl.contract.manifest import Run
 from weft_rl.transport.wire import change_kernels
 from weft_rl.transport.wire.change_coding import (
     BLOCK_ELEMENTS,
+    EncodedChanges,
     RunPlace,
     apply_changes,
     encode_changes,
@@ -105,6 +106,12 @@ def put(data: torch.Tensor, payload: torch.Tensor, case: Case, places: Sequence[
         data[byte.view(-1)] = own
 
 
+def wanted_code(wanted: EncodedChanges) -> change_kernels.CodedChanges:
+    """Return what the kernels are to say of a bucket, by the specification."""
+    _, num_changes, sums, head_bytes, used_bytes = wanted
+    return change_kernels.CodedChanges(used_bytes, num_changes, sums, head_bytes)
+
+
 def check_case(seed: int, device: torch.device, *, max_elements: int = 40000) -> None:
     """Compare what the kernels write, apply, undo and refuse with what the specification does."""
     case = make_case(seed, max_elements=max_elements)
@@ -113,9 +120,20 @@ def check_case(seed: int, device: torch.device, *, max_elements: int = 40000) ->
     size = wanted.payload.numel()
     room = torch.full((size + seed % 2 * 512,), 7, dtype=torch.uint8, device=device)
     got = change_kernels.encode(old.to(device), new.to(device), runs, itemsizes, room)
-    assert got == (size, wanted.num_changes, wanted.sums), (seed, got)
+    assert got == wanted_code(wanted), (seed, got)
     payload = room[:size]
     assert torch.equal(payload.cpu(), wanted.payload), (seed, case.runs, itemsizes)
+    held = new.to(device)
+    lying = [
+        held[place.at : place.at + run.num_elements * itemsize]
+        for place, run, itemsize in zip(
+            packed_places(runs, itemsizes), runs, itemsizes, strict=True
+        )
+    ]
+    there, again_in = old.to(device), torch.zeros_like(room)
+    assert change_kernels.are_aligned(there, lying, runs, itemsizes)
+    assert change_kernels.encode(there, lying, runs, itemsizes, again_in) == got
+    assert torch.equal(again_in[:size], payload), seed
     too_small = torch.empty(max(256, size - 256), dtype=torch.uint8, device=device)
     if too_small.numel() < size:
         again = change_kernels.encode(old.to(device), new.to(device), runs, itemsizes, too_small)
@@ -201,7 +219,7 @@ def test_a_bucket_of_hundreds_of_runs() -> None:
     there = old.to(CUDA), new.to(CUDA)
     for _ in range(5):  # the order in which blocks are coded differs
         got = change_kernels.encode(*there, runs, itemsizes, out)
-        assert got == (wanted.payload.numel(), wanted.num_changes, wanted.sums)
+        assert got == wanted_code(wanted)
         assert torch.equal(out[: got.num_bytes].cpu(), wanted.payload)
     places = tuple(packed_places(runs, itemsizes))
     decoded = change_kernels.decode(out[: got.num_bytes], runs, itemsizes, there[0], places)

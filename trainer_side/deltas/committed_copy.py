@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
 from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
-    apply_changes,
     packed_places,
+    start_applying,
     warm,
 )
 
+#: Buckets that are compared at a time: while a GPU does, the next one is begun.
+NUM_COMPARED = 2
 #: Memory left to the training on an accelerator; else the copy lies in the host's.
 _MARGIN_BYTES = 4 * 2**30
 
@@ -65,7 +68,7 @@ class CommittedCopy:
     def packer(self, device: torch.device) -> Packer:
         """Return a packer, kept with the copy, for what must be packed to be compared with it."""
         if self._packer is None:
-            self._packer = Packer(self.packing, device=device, most_buffers=1)
+            self._packer = Packer(self.packing, device=device, most_buffers=NUM_COMPARED)
         return self._packer
 
     def payload(self, nth: int) -> torch.Tensor:
@@ -102,10 +105,15 @@ class CommittedCopy:
         """
         self.content_digest = b""
         assert self.packing.runs is not None
+        begun = deque[Callable[[], object]]()
         for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
             sizes = self.packing.itemsizes(runs)
-            places = packed_places(runs, sizes)
-            apply_changes(own.payload.to(data.device), runs, sizes, data, places)
+            places, payload = packed_places(runs, sizes), own.payload.to(data.device)
+            begun.append(start_applying(payload, runs, sizes, data, places))
+            if len(begun) == NUM_COMPARED:
+                begun.popleft()()
+        for end in begun:
+            end()
         self._note_written()
         self.content_digest, self.totals = content_digest, list(totals)
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from trainer_side.deltas.committed_copy import CommittedCopy
+from trainer_side.deltas.committed_copy import NUM_COMPARED, CommittedCopy
 from trainer_side.packing.packer import PackedLayout, check_finite, resident
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
 from trainer_side.sources.source import torch_dtypes
 from weft_rl.contract.manifest import Run, WireBucket, make_send_plan
-from weft_rl.transport.wire.changes import EncodedChanges, compares_in_place, encode_changes
+from weft_rl.transport.wire.changes import (
+    EncodedChanges,
+    are_comparable,
+    join_changes,
+    joined_bytes,
+    start_encoding,
+)
 
 
 @dataclass(frozen=True)
@@ -22,14 +30,29 @@ class RankChanges:
     """Changes of the elements that a rank sends, as they were compared with its copy."""
 
     coded: Sequence[EncodedChanges]
-    """Changes of each of its wire buckets."""
+    """Changes of each of its wire buckets in a push of all elements."""
+    most_bytes: int
+    """Most bytes that those of several are joined to."""
     seconds: float
     """Time that reading, comparing and coding took."""
 
+    @cached_property
+    def joined(self) -> Sequence[Sequence[EncodedChanges]]:
+        """Changes that travel in one wire bucket: a bucket takes longer than a few bytes."""
+        found: list[list[EncodedChanges]] = []
+        for each in self.coded:
+            if not found or joined_bytes([*found[-1], each]) > self.most_bytes:
+                found.append([])
+            found[-1].append(each)
+        return found
+
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each wire bucket's payload."""
-        return [len(each.payload) for each in self.coded]
+        """For each wire bucket of a push of all elements, the payload of the one that begins with
+        its changes; 0 where they are joined to those before."""
+        return [
+            size for each in self.joined for size in (joined_bytes(each), *[0] * (len(each) - 1))
+        ]
 
     @property
     def num_changes(self) -> int:
@@ -46,7 +69,7 @@ class RankChanges:
         return totals
 
 
-NO_CHANGES = RankChanges((), 0.0)
+NO_CHANGES = RankChanges((), 0, 0.0)
 
 
 def compare(
@@ -72,45 +95,59 @@ def compare(
     """
     began, packing = time.monotonic(), push.packing
     assert packing.runs is not None
-    in_place = compares_in_place(device) and not finite
-    coded = []
+    coded, begun = list[EncodedChanges](), deque[Callable[[], EncodedChanges]]()
     for nth, runs in enumerate(packing.runs):
         going_on()
+        if len(begun) == NUM_COMPARED:
+            coded.append(begun.popleft()())
         old = copy.payload(nth).to(device, non_blocking=True)
         new: torch.Tensor | Sequence[torch.Tensor] | None = None
-        if in_place:
-            new = _lying(push, runs)
+        if not finite:
+            new = _lying(push, old, runs)
         if new is None:
             new, slots = copy.packer(device).read(nth, push)
             if finite:
                 check_finite(new, slots)
-        coded.append(encode_changes(old, new, runs, packing.itemsizes(runs)))
+        begun.append(start_encoding(old, new, runs, packing.itemsizes(runs)))
+    coded += [end() for end in begun]
     push.end_packing()
-    return RankChanges(coded, time.monotonic() - began)
+    most = max(wire.payload_bytes for wire in packing.plan.buckets)
+    return RankChanges(coded, most, time.monotonic() - began)
 
 
-def _lying(push: RankPush, runs: Sequence[Run]) -> list[torch.Tensor] | None:
-    """Return a bucket's elements where they lie, if all do as they travel; else None."""
-    tensors = push.packing.manifest.tensors
-    dtypes = torch_dtypes([tensors[run.tensor].meta for run in runs])
+def _lying(push: RankPush, old: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor] | None:
+    """Return a bucket's elements where they lie, if they can be compared there; else None."""
+    packing = push.packing
+    dtypes = torch_dtypes([packing.manifest.tensors[run.tensor].meta for run in runs])
     found = resident(push.by_reference(runs), dtypes)
-    if found is None or not all(each.is_cpu and each.is_contiguous() for each in found):
+    if found is None or not are_comparable(old, found, runs, packing.itemsizes(runs)):
         return None
     return found
 
 
 def delta_packing(whole: PackedLayout, base: bytes, sizes: Sequence[int]) -> PackedLayout:
-    """Return the packing of a delta in the wire buckets of a push of all elements.
+    """Return the packing of a delta in place of a push of all elements.
 
     Args:
         base: Content digest of the version that it changes.
-        sizes: Payload bytes of each wire bucket, of all senders.
+        sizes: For each wire bucket of all senders, payload bytes; see ``RankChanges.sizes``.
     """
-    wires = [
-        WireBucket(wire.sender, wire.bucket, size, wire.num_runs or _num_runs(whole, index))
-        for index, (wire, size) in enumerate(zip(whole.plan.buckets, sizes, strict=True))
-    ]
-    return replace(whole, plan=make_send_plan(whole.plan.num_senders, wires, base))
+    assert whole.runs is not None
+    wires, runs = list[WireBucket](), list[list[Run]]()
+    last: dict[int, int] = {}
+    for index, (wire, size) in enumerate(zip(whole.plan.buckets, sizes, strict=True)):
+        if size:
+            last[wire.sender] = len(wires)
+            wires.append(WireBucket(wire.sender, wire.bucket, size, 0))
+        joined = wires[last[wire.sender]]
+        num_runs = joined.num_runs + (wire.num_runs or _num_runs(whole, index))
+        wires[last[wire.sender]] = replace(joined, num_runs=num_runs)
+    for own, index in zip(whole.runs, whole.plan.sent_by(whole.sender), strict=True):
+        if sizes[index]:
+            runs.append([])
+        runs[-1].extend(own)
+    plan = make_send_plan(whole.plan.num_senders, wires, base)
+    return replace(whole, plan=plan, runs=tuple(map(tuple, runs)))
 
 
 def _num_runs(whole: PackedLayout, index: int) -> int:
@@ -149,7 +186,7 @@ class DeltaPush(RankPush):
         self._whole.assist(is_under_way=is_under_way)
 
     def changes(self, nth: int) -> torch.Tensor:
-        return self.compared.coded[nth].payload
+        return join_changes(self.compared.joined[nth])
 
     def end_packing(self) -> None:
         """See ``Reader``: what was read was looked at again when it was compared."""

@@ -782,10 +782,10 @@ def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
             )
         payloads[wire.bucket] += wire.payload_bytes
         runs[wire.bucket] += wire.num_runs
+    if plan.delta_from:
+        _check_delta(manifest, sum(payloads), sum(runs))
+        return
     for index, bucket in enumerate(manifest.buckets):
-        if plan.delta_from:
-            _check_delta_bucket(index, bucket, payloads[index], runs[index])
-            continue
         most = bucket.payload_bytes + _MAX_LOST_BYTES * runs[index]
         if not bucket.payload_bytes <= payloads[index] <= most:
             raise InvalidRequestError(
@@ -794,14 +794,13 @@ def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
             )
 
 
-def _check_delta_bucket(index: int, bucket: Bucket, payload_bytes: int, num_runs: int) -> None:
-    """Refuse the changes of a bucket of the layout that are none, or longer than the bucket with
-    what each run adds."""
-    most_runs = bucket.payload_bytes // ALIGN_BYTES
+def _check_delta(manifest: Manifest, payload_bytes: int, num_runs: int) -> None:
+    """Refuse changes that are longer than the layout with what each run adds."""
+    all_bytes = sum(bucket.payload_bytes for bucket in manifest.buckets)
     # Blocks that are sent whole, and what precedes them.
-    most = bucket.payload_bytes + bucket.payload_bytes // 1024 + _MAX_LOST_BYTES * num_runs
-    if not 1 <= num_runs <= most_runs or payload_bytes > most:
+    most = all_bytes + all_bytes // 1024 + _MAX_LOST_BYTES * num_runs
+    if num_runs > all_bytes // ALIGN_BYTES or payload_bytes > most:
         raise InvalidRequestError(
-            f"bucket {index} has {bucket.payload_bytes} payload bytes; the send plan has "
-            f"{payload_bytes} of changes for it, in {num_runs} runs"
+            f"the layout has {all_bytes} payload bytes; the send plan has {payload_bytes} of "
+            f"changes for it, in {num_runs} runs"
         )

@@ -302,18 +302,16 @@ def start_changes(
     manifest: Manifest,
     index: int,
     nonce: int,
-    bucket: int,
     arrived: ArrivedBucket = IN_ITS_BUFFER,
 ) -> Callable[[], ChangedRuns]:
     """Begin to check a delta's bucket; return a function that ends it. See ``start_runs``, whose
     arguments these are. A copy is checked, so that nobody can change it afterwards.
 
     Raises:
-        DigestMismatchError: Other bytes arrived than were sent, or runs of another bucket.
+        DigestMismatchError: Other bytes arrived than were sent, or runs of another layout.
     """
     tail = _start_tail(wire, payload_bytes, arrived)()
     runs = unpack_runs(tail[TRAILER_BYTES:], manifest, None, index)
-    _check_bucket(runs, [manifest.tensors[run.tensor].bucket for run in runs], index, bucket)
     content = wire if arrived.lent is None else arrived.lent
     changes = content[:payload_bytes].clone()
     digests = start_digests(changes, changes_parts(payload_bytes))

@@ -10,7 +10,7 @@ Some Practical Universal Noiseless Coding Techniques, 1979), their halves in str
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,29 @@ class EncodedChanges(NamedTuple):
     """Elements that differ."""
     sums: list[int]
     """Number that the digest of each run changes by, from old to new, modulo 2**64."""
+    head_bytes: int
+    """Bytes of the payload before the bodies."""
+    used_bytes: int
+    """Bytes of the payload before the zeros at its end."""
+
+
+def joined_bytes(parts: Iterable[EncodedChanges]) -> int:
+    """Return the size of ``join_changes``."""
+    return align_up(sum(part.used_bytes for part in parts))
+
+
+def join_changes(parts: Sequence[EncodedChanges]) -> torch.Tensor:
+    """Return the payload of the runs of several wire buckets: those of the first, of the second and
+    so on; uint8, 1-D."""
+    sums, headers, bodies = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    for part in parts:
+        sums_end = 8 * len(part.sums)
+        sums.append(part.payload[:sums_end])
+        headers.append(part.payload[sums_end : part.head_bytes])
+        bodies.append(part.payload[part.head_bytes : part.used_bytes])
+    used = sum(part.used_bytes for part in parts)
+    zeros = parts[0].payload.new_zeros(align_up(used) - used)
+    return torch.cat([*sums, *headers, *bodies, zeros])
 
 
 class DecodedRun(NamedTuple):
@@ -87,12 +110,16 @@ def packed_places(runs: Sequence[Run], itemsizes: Sequence[int]) -> list[RunPlac
     return found
 
 
+def head_bytes(runs: Sequence[Run]) -> int:
+    """Return the bytes before the bodies in a payload of changes of these runs."""
+    return 8 * len(runs) + 8 * sum(-(-run.num_elements // BLOCK_ELEMENTS) for run in runs)
+
+
 def max_changes_bytes(runs: Sequence[Run], itemsizes: Sequence[int]) -> int:
     """Return the largest size of a payload of changes of these runs: all blocks as they are."""
-    total = 8 * len(runs)
+    total = head_bytes(runs)
     for run, size in zip(runs, itemsizes, strict=True):
-        num_blocks = -(-run.num_elements // BLOCK_ELEMENTS)
-        total += 8 * num_blocks + run.num_elements * size + 4 * num_blocks
+        total += run.num_elements * size + 4 * -(-run.num_elements // BLOCK_ELEMENTS)
     return align_up(total)
 
 
@@ -348,7 +375,8 @@ class _Encoder:
         payload = torch.zeros(align_up(used), dtype=torch.uint8, device=self._device)
         payload[: len(head)] = head
         payload[len(head) : used] = body[: used - len(head)]
-        return EncodedChanges(payload, len(changes.run), [s % 2**64 for s in sums.tolist()])
+        found = [s % 2**64 for s in sums.tolist()]
+        return EncodedChanges(payload, len(changes.run), found, len(head), used)
 
     def _write_given(
         self,

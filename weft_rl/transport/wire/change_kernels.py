@@ -29,6 +29,8 @@ _THREADS: Final = 256
 _WARPS: Final = _THREADS // 32
 #: Bytes that a thread reads at once.
 _READ_BYTES: Final = 16
+#: Elements whose bits a thread compares at once.
+_UNIT_ELEMENTS: Final = 8
 _HEADER_BYTES: Final = 8
 _SUM_BYTES: Final = 8
 #: Set in the environment for debugging: every launch is waited for, so that its own call fails, and
@@ -472,13 +474,15 @@ template <int S> __device__ __noinline__ void encode_other(
 }
 
 // A program encodes one block. Its body goes to any free place, since its own is not known yet.
+// `addresses` are those of each run's new elements.
 extern "C" __global__ void __launch_bounds__(256, 4) encode(
-    const u8* olds, const u8* news, const Run* runs, const u32* owners, u64* sums, u64* headers,
-    i64* begins, u32* bodies, u64* counters, int capacity) {
+    const u8* olds, const u64* addresses, const Run* runs, const u32* owners, u64* sums,
+    u64* headers, i64* begins, u32* bodies, u64* counters, int capacity) {
   __shared__ Shared s;
   const u64 block = blockIdx.x;
   const u32 which = owners[block];
   const Run& run = runs[which];
+  const u8* const news = (const u8*)(addresses[which] - (u64)run.at);
   const Output out = {sums, headers, begins, bodies, counters, (u64)capacity};
   if (run.size == 2) encode_block<2>(olds, news, run, which, block, out, s);
   else if (run.size == 1) encode_other<1>(olds, news, run, which, block, out, s);
@@ -801,13 +805,20 @@ SOURCES: Final = {
 class CodedChanges(NamedTuple):
     """Result of coding the changes of a bucket."""
 
-    num_bytes: int
-    """Size of the payload of changes; more than its buffer has if it does not fit, and then nothing
-    in the buffer means anything."""
+    used_bytes: int
+    """Bytes before the zeros at the payload's end."""
     num_changes: int
     """Elements that differ."""
     sums: list[int]
     """Difference of each run's digest, from old to new, mod 2**64."""
+    head_bytes: int
+    """Bytes before the bodies."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the payload of changes; more than its buffer has if it does not fit, and then
+        nothing in the buffer means anything."""
+        return align_up(self.used_bytes)
 
 
 class _Tables(NamedTuple):
@@ -817,6 +828,8 @@ class _Tables(NamedTuple):
     """int64, 8 words a run: see ``run_rows``."""
     owners: torch.Tensor
     """int32: the run of each block."""
+    packed_at: tuple[int, ...]
+    """The byte of each run's first element in a dense payload."""
     packed_bytes: int
     """Bytes of the dense payload."""
 
@@ -887,9 +900,24 @@ def place_rows(
     return rows
 
 
+def are_aligned(
+    old: torch.Tensor,
+    new: Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+) -> bool:
+    """Return whether new elements can be compared where they lie: units of eight begin there as
+    they do in a dense payload."""
+    rows = run_rows(runs, itemsizes)
+    return not any(
+        (own.data_ptr() - old.data_ptr() - row[0]) % (_UNIT_ELEMENTS * size)
+        for own, row, size in zip(new, rows, itemsizes, strict=True)
+    )
+
+
 def encode(
     old: torch.Tensor,
-    new: torch.Tensor,
+    new: torch.Tensor | Sequence[torch.Tensor],
     runs: tuple[Run, ...],
     itemsizes: tuple[int, ...],
     out: torch.Tensor,
@@ -901,7 +929,7 @@ def encode(
 
 def start_encode(
     old: torch.Tensor,
-    new: torch.Tensor,
+    new: torch.Tensor | Sequence[torch.Tensor],
     runs: tuple[Run, ...],
     itemsizes: tuple[int, ...],
     out: torch.Tensor,
@@ -913,8 +941,10 @@ def start_encode(
     it is done.
 
     Args:
-        old, new: Dense payloads, uint8, 1-D, contiguous, on a GPU where the kernels ``works``,
-            beginning at a multiple of ``ALIGN_BYTES`` of it.
+        old: Dense payload, uint8, 1-D, contiguous, on a GPU where the kernels ``works``, beginning
+            at a multiple of ``ALIGN_BYTES`` of it.
+        new: The same, or the elements of each run where they lie, if they ``are_aligned``. Not
+            written to, nor freed, before it is done.
         runs, itemsizes: Runs that they hold, and the bytes of an element of each; 1, 2, 4 or 8.
         out: Receives the payload of changes: uint8, on that GPU, 1-D, contiguous, begun at a
             multiple of ``ALIGN_BYTES``.
@@ -922,9 +952,10 @@ def start_encode(
     device = old.device
     tables = _tables(device, runs, itemsizes)
     num_runs, num_blocks = len(runs), tables.num_blocks
-    for memory in (old, new, out):
+    for memory in (old, out):
         _check_memory(memory)
-    assert min(old.numel(), new.numel()) >= tables.packed_bytes, (old.shape, tables.packed_bytes)
+    assert old.numel() >= tables.packed_bytes, (old.shape, tables.packed_bytes)
+    addresses = _addresses(device, _new_addresses(new, tables))
     room = out.numel() // ALIGN_BYTES * ALIGN_BYTES
     capacity = max((room - tables.bodies_at) // 4, 0)
     # One tensor, which is fetched at once: words and elements, then two sums a run.
@@ -937,8 +968,8 @@ def start_encode(
         begins = torch.empty(num_blocks, dtype=torch.int64, device=device)
         bodies = _memory(4 * capacity, device).view(torch.int32)
         _launch(
-            "encode", device, num_blocks, old, new, tables.runs, tables.owners, totals[2:], headers,
-            begins, bodies, totals, min(capacity, 2**31 - 1),
+            "encode", device, num_blocks, old, addresses, tables.runs, tables.owners, totals[2:],
+            headers, begins, bodies, totals, min(capacity, 2**31 - 1),
         )  # fmt: skip
         ends = (headers >> 48).bitwise_and_(0xFFFF).cumsum_(0)
         _launch(
@@ -953,8 +984,8 @@ def start_encode(
 
     def end() -> CodedChanges:
         num_words, num_changes, *both = fetched.wait().tolist()
-        num_bytes = align_up(tables.bodies_at + 4 * num_words)
-        return CodedChanges(num_bytes, num_changes, [value % 2**64 for value in both[1::2]])
+        sums = [value % 2**64 for value in both[1::2]]
+        return CodedChanges(tables.bodies_at + 4 * num_words, num_changes, sums, tables.bodies_at)
 
     return end
 
@@ -1118,7 +1149,21 @@ def _tables(device: torch.device, runs: tuple[Run, ...], itemsizes: tuple[int, .
     num_blocks = (rows[:, 2] + BLOCK_ELEMENTS - 1) // BLOCK_ELEMENTS
     owners = torch.repeat_interleave(num_blocks).to(torch.int32)
     packed = sum(run.payload_bytes(size) for run, size in zip(runs, itemsizes, strict=True))
-    return _Tables(rows.to(device), owners.to(device), packed)
+    return _Tables(rows.to(device), owners.to(device), tuple(rows[:, 0].tolist()), packed)
+
+
+def _new_addresses(new: torch.Tensor | Sequence[torch.Tensor], tables: _Tables) -> tuple[int, ...]:
+    """Return the address of each run's new elements."""
+    if isinstance(new, torch.Tensor):
+        _check_memory(new)
+        assert new.numel() >= tables.packed_bytes, (new.shape, tables.packed_bytes)
+        return tuple(new.data_ptr() + at for at in tables.packed_at)
+    return tuple(own.data_ptr() for own in new)
+
+
+@lru_cache(maxsize=256)
+def _addresses(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,8 @@ Source: docs/protocol.md, A bucket of changes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,6 +18,8 @@ from weft_rl.transport.wire.change_coding import (
     EncodedChanges,
     RunPlace,
     decode_changes,
+    join_changes,
+    joined_bytes,
     packed_places,
     run_elements,
     run_sum,
@@ -27,13 +30,17 @@ __all__ = [
     "EncodedChanges",
     "RunPlace",
     "apply_changes",
-    "compares_in_place",
+    "are_comparable",
     "decode_changes",
     "encode_changes",
     "has_kernels",
+    "join_changes",
+    "joined_bytes",
     "packed_places",
     "run_elements",
     "run_sum",
+    "start_applying",
+    "start_encoding",
     "warm",
 ]
 
@@ -71,39 +78,74 @@ def encode_changes(
     runs: Sequence[Run],
     itemsizes: Sequence[int],
 ) -> EncodedChanges:
-    """Compare two versions of a bucket, and code what differs. Blocks for one reading of both.
+    """Compare two versions of a bucket, and code what differs; as ``start_encoding``, but blocks
+    until it is done."""
+    return start_encoding(old, new, runs, itemsizes)()
+
+
+def start_encoding(
+    old: torch.Tensor,
+    new: torch.Tensor | Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+) -> Callable[[], EncodedChanges]:
+    """Begin to compare two versions of a bucket, and to code what differs; return a function that
+    blocks until that is done. One reading of both: here on the host, meanwhile on a GPU, on the
+    calling thread's current stream.
 
     Args:
         old: Payload of all elements of these runs: uint8, 1-D, contiguous.
-        new: The same, on the same device; or the elements of each run where they lie, contiguous
-            in the order of the run (``compares_in_place``).
+        new: The same, on the same device; or the elements of each run where they lie
+            (``are_comparable``). Not written to before the returned function has ended.
         runs: Runs that lie in them.
         itemsizes: Bytes of an element of each run.
     """
-    if compares_in_place(old.device):
-        return host_changes.encode(old, new, runs, itemsizes)
-    assert isinstance(new, torch.Tensor), "it is packed where it is not compared in place"
+    if _has_host_coder(old.device):
+        coded = host_changes.encode(old, new, runs, itemsizes)
+        return lambda: coded
     if has_kernels(old.device):
-        return _encode_on_gpu(old, new, tuple(runs), tuple(itemsizes))
-    return change_coding.encode_changes(old, new, runs, itemsizes)
+        return _start_on_gpu(old, new, tuple(runs), tuple(itemsizes))
+    assert isinstance(new, torch.Tensor), "it is packed where it is not compared in place"
+    made = change_coding.encode_changes(old, new, runs, itemsizes)
+    return lambda: made
 
 
-def _encode_on_gpu(
-    old: torch.Tensor, new: torch.Tensor, runs: tuple[Run, ...], itemsizes: tuple[int, ...]
-) -> EncodedChanges:
-    """Code with kernels, in memory for a delta of the usual size; again where it is larger."""
-    room = align_up(old.numel() // _USUAL_SHARE + 8 * len(runs))
-    while True:
-        out = torch.empty(room, dtype=torch.uint8, device=old.device)
-        coded = change_kernels.encode(old, new, runs, itemsizes, out)
-        if coded.num_bytes <= room:
-            return EncodedChanges(out[: coded.num_bytes].clone(), *coded[1:])
-        room = coded.num_bytes
+def _start_on_gpu(
+    old: torch.Tensor,
+    new: torch.Tensor | Sequence[torch.Tensor],
+    runs: tuple[Run, ...],
+    itemsizes: tuple[int, ...],
+) -> Callable[[], EncodedChanges]:
+    """Begin to code with kernels, in memory for a delta of the usual size; again where it is
+    larger."""
+    room = align_up(old.numel() // _USUAL_SHARE + change_coding.head_bytes(runs))
+    out = torch.empty(room, dtype=torch.uint8, device=old.device)
+    begun = change_kernels.start_encode(old, new, runs, itemsizes, out)
+
+    def end() -> EncodedChanges:
+        coded, payload = begun(), out
+        if coded.num_bytes > room:
+            payload = torch.empty(coded.num_bytes, dtype=torch.uint8, device=old.device)
+            coded = change_kernels.encode(old, new, runs, itemsizes, payload)
+        payload = payload[: coded.num_bytes].clone()
+        sums, num_changes = coded.sums, coded.num_changes
+        return EncodedChanges(payload, num_changes, sums, coded.head_bytes, coded.used_bytes)
+
+    return end
 
 
-def compares_in_place(device: torch.device) -> bool:
-    """Return whether new elements on a device need not be packed to be compared."""
-    return _has_host_coder(device)
+def are_comparable(
+    old: torch.Tensor,
+    new: Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+) -> bool:
+    """Return whether elements of runs need not be packed to be compared with a payload of them."""
+    if any(own.device != old.device or not own.is_contiguous() for own in new):
+        return False
+    if old.is_cuda:
+        return has_kernels(old.device) and change_kernels.are_aligned(old, new, runs, itemsizes)
+    return _has_host_coder(old.device)
 
 
 def apply_changes(
@@ -127,11 +169,27 @@ def apply_changes(
         DigestMismatchError: The payload is malformed, or other elements are there than were
             changed; nothing was written.
     """
-    if _has_host_coder(data.device):
-        return host_changes.apply(payload, runs, itemsizes, data, places)
-    if has_kernels(data.device):
-        decoded = change_kernels.decode(payload, tuple(runs), tuple(itemsizes), data, tuple(places))
+    return start_applying(payload, runs, itemsizes, data, places)()
+
+
+def start_applying(
+    payload: torch.Tensor,
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+    data: torch.Tensor,
+    places: Sequence[RunPlace],
+) -> Callable[[], list[int]]:
+    """Begin to do what ``apply_changes`` does; return a function that does the rest. Nothing is
+    written before. A GPU reads meanwhile, on the calling thread's current stream."""
+    if not has_kernels(data.device):
+        apply = change_coding.apply_changes
+        apply = host_changes.apply if _has_host_coder(data.device) else apply
+        return partial(apply, payload, runs, itemsizes, data, places)
+    decoded = change_kernels.decode(payload, tuple(runs), tuple(itemsizes), data, tuple(places))
+
+    def end() -> list[int]:
         decoded.check()
         decoded.apply()
         return decoded.sums()
-    return change_coding.apply_changes(payload, runs, itemsizes, data, places)
+
+    return end

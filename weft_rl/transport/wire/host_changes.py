@@ -24,6 +24,7 @@ from weft_rl.transport.digests.weights import HOST, column_weights
 from weft_rl.transport.wire.change_coding import (
     EncodedChanges,
     RunPlace,
+    head_bytes,
     malformed,
     max_changes_bytes,
     not_the_base,
@@ -113,7 +114,8 @@ def encode(
     )
     found = torch.zeros(align_up(used), dtype=torch.uint8)
     found[:used] = payload[:used]
-    return EncodedChanges(found, num_changes.value, [s % 2**64 for s in sums.tolist()])
+    totals = [s % 2**64 for s in sums.tolist()]
+    return EncodedChanges(found, num_changes.value, totals, head_bytes(runs), used)
 
 
 def apply(

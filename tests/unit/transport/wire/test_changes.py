@@ -20,6 +20,8 @@ from weft_rl.transport.wire.changes import (
     apply_changes,
     decode_changes,
     encode_changes,
+    join_changes,
+    joined_bytes,
     packed_places,
     run_sum,
 )
@@ -104,6 +106,18 @@ def pairs(draw: st.DrawFn) -> Pair:
 def test_this_machine_compiles_the_coder() -> None:
     """It is as fast as docs/deltas.md says; without it, all here would be torch's."""
     assert host_changes.works()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(pairs(), min_size=1, max_size=3))
+def test_joined_changes_are_those_of_all_runs(several: list[Pair]) -> None:
+    parts = [encode_changes(pair.old, pair.new, pair.runs, pair.sizes) for pair in several]
+    joined = join_changes(parts)
+    runs = [run for pair in several for run in pair.runs]
+    sizes = [size for pair in several for size in pair.sizes]
+    old, new = (torch.cat([getattr(pair, side) for pair in several]) for side in ("old", "new"))
+    assert joined.equal(encode_changes(old, new, runs, sizes).payload)
+    assert len(joined) == joined_bytes(parts)
 
 
 @settings(max_examples=60, deadline=None)
