@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rollout_side.memory.versions import ElementPlace, PartialTransfer, ServedBase
+from rollout_side.memory.versions import ElementPlace, PartialTransfer, RunMemory, ServedBase
 from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, NotReadyError
 from weft_rl.contract.manifest import Manifest, Run
 from weft_rl.contract.names import PolicyVersion
@@ -249,26 +249,17 @@ def _read_by_kernels(
     there; else return None."""
     if not has_kernels(payload.device):
         return None
-    of_runs = [base.places(run.tensor) for run in runs]
-    for run, found in zip(runs, of_runs, strict=True):
-        if not all(place.begin <= run.first and run.end <= place.end for place in found):
-            return None
-    memory = min((p.bits for found in of_runs for p in found), key=lambda bits: bits.data_ptr())
-    if memory.data_ptr() % 16:  # which kernels read at once
+    key = tuple(runs)
+    memory = base.run_memory.get(key)
+    if memory is None:  # hundreds of tensors take milliseconds
+        memory = _run_memory(base, runs, sizes)
+        base.run_memory.put(key, memory)
+    if memory.first is None:
         return None
-    first, placed, sums = memory.data_ptr(), list[PlacedChanges](), list[int]()
-    for nth in range(max(map(len, of_runs))):  # tied weights lie twice
-        chosen = [found[min(nth, len(found) - 1)] for found in of_runs]
-        places = [
-            RunPlace(
-                place.bits.data_ptr() - first + (run.first - place.begin) * size,
-                run.count,
-                run.stride,
-            )
-            for run, size, place in zip(runs, sizes, chosen, strict=True)
-        ]
+    placed, sums = list[PlacedChanges](), list[int]()
+    for places in memory.places:
         changes = change_kernels.decode(
-            payload, tuple(runs), tuple(sizes), memory.view(torch.uint8), tuple(places), _ALL_MEMORY
+            payload, key, tuple(sizes), memory.first, places, _ALL_MEMORY
         )
         try:
             changes.check()
@@ -277,6 +268,30 @@ def _read_by_kernels(
         placed.append(changes)
         sums = changes.sums()
     return placed, sums
+
+
+def _run_memory(base: ServedBase, runs: Sequence[Run], sizes: Sequence[int]) -> RunMemory:
+    """Find the memory of runs of the served weights."""
+    of_runs = [base.places(run.tensor) for run in runs]
+    for run, found in zip(runs, of_runs, strict=True):
+        if not all(place.begin <= run.first and run.end <= place.end for place in found):
+            return RunMemory(None, ())
+    first = min((p.bits for found in of_runs for p in found), key=lambda bits: bits.data_ptr())
+    if first.data_ptr() % 16:  # which kernels read at once
+        return RunMemory(None, ())
+
+    def place_of(run: Run, size: int, place: ElementPlace) -> RunPlace:
+        at = place.bits.data_ptr() - first.data_ptr() + (run.first - place.begin) * size
+        return RunPlace(at, run.count, run.stride)
+
+    times = [
+        tuple(
+            place_of(run, size, found[min(nth, len(found) - 1)])
+            for run, size, found in zip(runs, sizes, of_runs, strict=True)
+        )
+        for nth in range(max(map(len, of_runs)))  # tied weights lie twice
+    ]
+    return RunMemory(first.view(torch.uint8), tuple(times))
 
 
 def _not_the_base(base: ServedBase, run: Run) -> DigestMismatchError:

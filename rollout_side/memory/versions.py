@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 
 from rollout_side.memory.segment import SLICE_BYTES, DeviceSegment, Memory, Segment, SegmentRef
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.manifest import Manifest, Run, TensorSlot
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft_rl.progress import OnProgress
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
+from weft_rl.transport.wire.changes import RunPlace
 
 
 class BucketContents(NamedTuple):
@@ -61,6 +63,19 @@ class ElementPlace(NamedTuple):
         return slice(*torch.searchsorted(elements, bounds).tolist())
 
 
+class RunMemory(NamedTuple):
+    """Memory of some runs in the served weights, if each run lies there in one piece."""
+
+    first: torch.Tensor | None
+    """uint8 view of the weights that begin first; None where a run lies in several pieces."""
+    places: tuple[tuple[RunPlace, ...], ...]
+    """Places of the runs, by bytes from there on; once more for those that lie there twice."""
+
+
+#: Wire buckets of a delta whose runs' memory is known.
+_MAX_RUN_MEMORIES = 64
+
+
 @dataclass(frozen=True)
 class ServedBase:
     """Base that the engine serves, read back from the engine. It exists if the base was loaded by
@@ -78,6 +93,10 @@ class ServedBase:
         default=lambda tensor: (), repr=False, compare=False
     )
     """Function that returns the places of a tensor's elements: each element has one or more."""
+    run_memory: LruMapping[tuple[Run, ...], RunMemory] = field(
+        default_factory=lambda: LruMapping(_MAX_RUN_MEMORIES), repr=False, compare=False
+    )
+    """Memory of runs whose changes were read; of all versions that deltas make of it."""
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_side.memory import served_delta
 from tests.gpu.test_changes import check_case
+from tests.unit.rollout.memory.test_served_delta import Engine, changed, same
 from weft_rl.transport.wire import change_kernels
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -73,3 +75,26 @@ def test_small_runs(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_runs_of_several_blocks(seed: int) -> None:
     check_case(seed, CPU)
+
+
+def test_they_read_deltas_of_served_weights_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second time, the memory of the runs is known."""
+    engine = Engine()
+    engine.places[0] = [(0, 384, 16)]
+    for number, tensor in enumerate(engine.tensors()):
+        for begin, end, at in engine.places[number]:
+            engine.memory[at : at + end - begin] = tensor.view(-1)[begin:end]
+    monkeypatch.setattr(served_delta, "has_kernels", lambda device: True)
+    monkeypatch.setattr(served_delta, "_read", None)
+    made = [engine.tensors()]
+    for number in (2, 3):
+        new = changed(made[-1], number)
+        engine.slot.apply(engine.stage(number, new))
+        made.append(new)
+        assert same(engine.tensors(), new)
+        assert len(engine.base.run_memory) == 1
+    for former, old in zip(engine.slot.former, reversed(made[:-1]), strict=True):
+        assert engine.slot.go_back(former.transfer_id, former.content_digest)
+        assert same(engine.tensors(), old)
