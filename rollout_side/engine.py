@@ -175,6 +175,8 @@ class MemoryUsage:
     """Transfers with bytes that are staged, whole or in part, or loaded in place."""
     retained_bases: tuple[int, ...] = ()
     """Base versions with a held copy, last used first."""
+    undo_bases: tuple[int, ...] = ()
+    """Base versions that the served one can be switched to in place, nearest first."""
     pinned_base_bytes: int = 0
     """Bytes of the pinned copies of bases."""
     spilled: tuple[HeldVersion, ...] = ()

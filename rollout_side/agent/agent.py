@@ -295,6 +295,7 @@ class Agent:
         return ReplicaReport(
             version_vector=vector,
             retained_base_versions=memory.retained_bases,
+            undo_base_versions=memory.undo_bases,
             spilled_versions=frozenset(copy.version for copy in memory.spilled),
             dirty_reason=serving.mixed_reason,
             base_as_started=serving.is_as_started(vector.base),

@@ -175,6 +175,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             "pause": duration_to_proto(times.pause_seconds),
             "load": duration_to_proto(times.load_seconds),
             "retained_base_versions": self._agent.serving.memory.retained_bases,
+            "undo_base_versions": self._agent.serving.memory.undo_bases,
         }
 
     @_order

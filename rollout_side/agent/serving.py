@@ -286,10 +286,9 @@ class ServedVersions:
         self._compared = of
 
     def _has(self, version: PolicyVersion) -> bool:
-        is_retained = (
-            version.policy == BASE_POLICY and version.version in self.memory.retained_bases
-        )
-        return is_retained or self.vector.holds(version)
+        bases = (*self.memory.retained_bases, *self.memory.undo_bases)
+        is_held = version.policy == BASE_POLICY and version.version in bases
+        return is_held or self.vector.holds(version)
 
     async def _refresh_memory(self) -> None:
         """Update ``memory`` after a switch, so that the answer names what is retained. An error

@@ -66,6 +66,26 @@ class ChangedElements(NamedTuple):
     def undo(self) -> None:
         self._write(self.old)
 
+    @property
+    def only_old(self) -> ChangedElements:
+        """The same without the new bits: they lie in the weights."""
+        return self._replace(new=self.old[:0])
+
+    @property
+    def only_new(self) -> ChangedElements:
+        """The same without the old bits: they lie in the weights."""
+        return self._replace(old=self.new[:0])
+
+    def completed(self) -> ChangedElements:
+        """Return the same with the bits that it was left without, read from the weights."""
+        if len(self.old) == len(self.new):
+            return self
+        bits = torch.empty_like(self.old if len(self.old) else self.new)
+        for place in self.places:
+            here, found = place.read(self.elements)
+            bits[here] = found
+        return self._replace(new=bits) if len(self.old) else self._replace(old=bits)
+
     def _write(self, values: torch.Tensor) -> None:
         for place in self.places:
             place.write(self.elements, values)
@@ -111,14 +131,26 @@ class StagedDelta:
     @property
     def undo(self) -> StagedDelta:
         """The same once it was applied: what takes it back, without what it came as."""
+        return self._with(lambda each: each.only_old)
+
+    @property
+    def redo(self) -> StagedDelta:
+        """The same once it was taken back: what applies it again."""
+        return self._with(lambda each: each.only_new)
+
+    def completed(self) -> StagedDelta:
+        """Return the same with both old and new elements, where it kept one of the two."""
+        return self._with(ChangedElements.completed)
+
+    def _with(self, change: Callable[[ChangedElements], ChangedElements]) -> StagedDelta:
         changes = tuple(
-            each._replace(new=each.old[:0]) if isinstance(each, ChangedElements) else each
-            for each in self.changes
+            change(each) if isinstance(each, ChangedElements) else each for each in self.changes
         )
         return replace(self, changes=changes, received=None)
 
     @property
-    def _made(self) -> ServedBase:
+    def made(self) -> ServedBase:
+        """Base that is served once it is applied."""
         return replace(
             self.base,
             transfer_id=self.transfer_id,
@@ -152,7 +184,7 @@ class StagedDelta:
             raise LoadFailedError(
                 f"applying {self.version} failed, and {self.base.version} is back: {error}"
             ) from error
-        return self._made
+        return self.made
 
     def take_back(self, cause: Exception | None = None) -> ServedBase:
         """Write the old elements back; return the base that is served then. Blocks; generation is
@@ -238,6 +270,8 @@ def _read(
     return found, sums
 
 
+#: Deltas that are kept, to switch between their versions; heartbeats name each.
+MOST_UNDO = 100
 #: More than any GPU has: a place is not looked at as one of the memory that begins there.
 _ALL_MEMORY = 2**60
 
@@ -305,12 +339,13 @@ def _not_the_base(base: ServedBase, run: Run) -> DigestMismatchError:
 class ServedSlot:
     """Slot of the base that the engine's own weights hold, if they can be read: not before they
     were loaded whole, nor while the engine sleeps. Keeps the old elements of the deltas that were
-    applied to it, newest last."""
+    applied to it, and the new ones of those that were taken back, the newest of either last."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._asleep: ServedBase | None = None
         self._applied: list[StagedDelta] = []
+        self._taken_back: list[StagedDelta] = []
         #: None while there is none.
         self.base: ServedBase | None = None
 
@@ -318,9 +353,13 @@ class ServedSlot:
         """Set the base that can be read from now on; None before the weights are loaded anew.
         Returns the former one. Deltas before it cannot be taken back any more."""
         with self._lock:
-            self._applied.clear()
+            self._forget()
             former, self.base = self.base, base
             return former
+
+    def _forget(self) -> None:
+        self._applied.clear()
+        self._taken_back.clear()
 
     def is_of(self, transfer_id: str, content_digest: bytes) -> bool:
         """Return whether the weights are those that a transfer brought, whole."""
@@ -333,21 +372,29 @@ class ServedSlot:
     # -- deltas ---------------------------------------------------------------------
 
     @property
-    def former(self) -> tuple[ServedBase, ...]:
-        """Bases that can be gone back to, newest first."""
-        return tuple(delta.base for delta in reversed(self._applied))
+    def reachable(self) -> tuple[ServedBase, ...]:
+        """Bases that can be switched to from here: older ones, then those that were gone back
+        from; nearest first."""
+        older = (delta.base for delta in reversed(self._applied))
+        return (*older, *(delta.made for delta in reversed(self._taken_back)))
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of the old elements."""
-        return sum(delta.num_bytes for delta in self._applied)
+        """Bytes of the elements that are kept."""
+        return sum(delta.num_bytes for delta in (*self._applied, *self._taken_back))
 
     def apply(self, delta: StagedDelta) -> None:
-        """Apply a delta to the served base; blocks, generation is paused.
+        """Apply a delta to the served base, which leaves those that were gone back from; blocks,
+        generation is paused.
 
         Raises:
             NotReadyError, LoadFailedError: See ``StagedDelta.apply``.
         """
+        self._apply(delta)
+        with self._lock:
+            self._taken_back.clear()
+
+    def _apply(self, delta: StagedDelta) -> None:
         with self._lock:
             served = self.base
         with self._unless_dirty():
@@ -356,29 +403,53 @@ class ServedSlot:
             self.base = made
             self._applied.append(delta.undo)
 
-    def go_back(self, transfer_id: str, content_digest: bytes) -> bool:
-        """Take deltas back until the served base is the one that a transfer brought; blocks,
-        generation is paused. Returns False, with nothing done, where that is none of ``former``.
+    def switch_to(self, transfer_id: str, content_digest: bytes) -> bool:
+        """Take deltas back, or apply them again, until the served base is the one that a transfer
+        brought; blocks, generation is paused. Returns False, with nothing done, where it is not,
+        and is none of ``reachable``.
 
         Raises:
-            LoadFailedError: Metadata ``dirty``: it failed midway.
+            LoadFailedError: It failed, and the base is the one before, unless metadata says
+                ``dirty``.
         """
         wanted = (transfer_id, content_digest)
-        if wanted not in [(base.transfer_id, base.content_digest) for base in self.former]:
-            return False
-        while not self.is_of(transfer_id, content_digest):
-            with self._unless_dirty():
-                base = self._applied[-1].take_back()
-            with self._lock:
-                self._applied.pop()
-                self.base = base
+        older = [(delta.base.transfer_id, delta.base.content_digest) for delta in self._applied]
+        later = [(delta.made.transfer_id, delta.made.content_digest) for delta in self._taken_back]
+        if wanted not in (*older, *later):
+            return self.is_of(transfer_id, content_digest)
+        begun_at = len(self._applied)
+        try:
+            while not self.is_of(transfer_id, content_digest):
+                self._take_back() if wanted in older else self._apply_again()
+        except LoadFailedError:
+            while self.base is not None and len(self._applied) > begun_at:
+                self._take_back()
+            raise
         return True
 
-    def bound(self, room_bytes: int) -> None:
-        """Forget old elements, oldest first, beyond so many bytes."""
+    def _take_back(self) -> None:
+        delta = self._applied[-1].completed()
+        with self._unless_dirty():
+            base = delta.take_back()
         with self._lock:
-            while self._applied and self.undo_bytes > room_bytes:
-                self._applied.pop(0)
+            self._applied.pop()
+            self._taken_back.append(delta.redo)
+            self.base = base
+
+    def _apply_again(self) -> None:
+        self._apply(self._taken_back[-1].completed())
+        with self._lock:
+            self._taken_back.pop()
+
+    def bound(self, room_bytes: int) -> None:
+        """Forget kept elements beyond so many bytes, and beyond ``MOST_UNDO`` deltas: of the oldest
+        bases first, then of the newest that were gone back from."""
+        with self._lock:
+            while kept := self._applied or self._taken_back:
+                num_deltas = len(self._applied) + len(self._taken_back)
+                if self.undo_bytes <= room_bytes and num_deltas <= MOST_UNDO:
+                    return
+                kept.pop(0)
 
     @contextmanager
     def _unless_dirty(self) -> Iterator[None]:
@@ -396,7 +467,7 @@ class ServedSlot:
         """Forbid reads of the weights, and forget old elements, whose memory the engine gives
         back."""
         with self._lock:
-            self._applied.clear()
+            self._forget()
             if self.base is not None:
                 self._asleep, self.base = self.base, None
 

@@ -393,13 +393,20 @@ class WorkerStore:
             self._segments.put(*self._bases.pin(versions))
 
     def retained_bases(self) -> tuple[int, ...]:
-        """Return the base versions that are held here: the served one, those that it can go back to
-        by old elements, then copies, last used first."""
+        """Return the base versions that are held here: the served one, where it can be read, then
+        copies, last used first."""
         with self._lock:
             base = self.served.base
             own = [base.version.version] if base is not None else []
-            own += [former.version.version for former in self.served.former]
             return (*own, *(v for v in self._bases.versions if v not in own))
+
+    def undo_bases(self) -> tuple[int, ...]:
+        """Return the base versions that are not held, but can be switched to in place; nearest
+        first."""
+        with self._lock:
+            held = self.retained_bases()
+            reachable = (base.version.version for base in self.served.reachable)
+            return tuple(number for number in reachable if number not in held)
 
     def held(self, version: PolicyVersion) -> StagedVersion:
         """Return the held copy of a version: an adapter that can be served, or a retained base.
@@ -425,15 +432,15 @@ class WorkerStore:
             return base if base is not None and base.version == version else self.held(version)
 
     def retained(self, version: PolicyVersion) -> SendableVersion:
-        """Return what ``sendable`` returns, or a base that the served one can go back to, which
+        """Return what ``sendable`` returns, or a base that can be switched to in place, which
         cannot be sent.
 
         Raises:
             NotFoundError: No copy is held.
         """
         with self._lock:
-            former = (base for base in self.served.former if base.version == version)
-            return next(former, None) or self.sendable(version)
+            reachable = (base for base in self.served.reachable if base.version == version)
+            return next(reachable, None) or self.sendable(version)
 
     def base_of_content(self, layout_digest: bytes, content_digest: bytes) -> SendableVersion:
         """Return a held copy of the base that has this content, or the base that is served.
@@ -583,6 +590,7 @@ class WorkerStore:
                 free_bytes=self._segments.num_bytes,
                 staged_transfer_ids=tuple(sorted(transfer_ids)),
                 retained_bases=self.retained_bases(),
+                undo_bases=self.undo_bases(),
             )
 
     def _find(self, transfer_id: str) -> StagedVersion | StagedDelta:

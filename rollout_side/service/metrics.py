@@ -114,6 +114,11 @@ class ReplicaMetrics(Collector):
             limit.add_metric([store], bound)
         yield used
         yield limit
+        yield GaugeMetricFamily(
+            "weft_undo_versions",
+            "Versions of the base that can be switched to in place, by what deltas have changed.",
+            len(memory.undo_bases),
+        )
         drafted, accepted = self._drafted()
         if drafted:
             yield GaugeMetricFamily(

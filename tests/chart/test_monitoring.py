@@ -24,6 +24,7 @@ METRICS = {
     "weft_versions_served": {"kind"},
     "weft_store_bytes": {"store"},
     "weft_store_limit_bytes": {"store"},
+    "weft_undo_versions": set(),
     "weft_leases_held": set(),
     "weft_policies_lost": set(),
     "weft_policies_over_another_base": set(),

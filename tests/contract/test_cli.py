@@ -109,6 +109,43 @@ async def test_versions(pool: Pool) -> None:
     assert "POLICY_UNKNOWN" in unknown.err
 
 
+async def test_versions_say_how_one_goes_back_to_them(pool: Pool) -> None:
+    one, other = await pool.replica("r0"), await pool.replica("r1")
+    trainer = await pool.trainer(policy="base")
+    for _ in range(4):
+        await trainer.push()
+
+    async def lines(undoable: list[int], retained: list[int]) -> list[str]:
+        for replica in (one, other):
+            replica.undoable, replica.retained = undoable, retained
+        other.retained = [4, 3]
+        await asyncio.sleep(0.3)  # a heartbeat is believed some time after a commit
+        for replica in (one, other):
+            await replica.heartbeat()
+        return (await weft("versions", "base", "-c", pool.target)).out.splitlines()
+
+    def of(found: list[str], version: str) -> str:
+        return next(line for line in found if version in line)
+
+    copies = await lines([], [4, 3])
+    assert "rollback by retained copies" in of(copies, "base@3")
+    assert all("rollback" not in of(copies, name) for name in ("base@4", "base@2"))
+    assert not any("--staging-memory-gib" in line for line in copies)
+    undone = await lines([3, 2], [4])
+    told = "rollback by retained copies, and by undo in place at 1 replica of 2"
+    assert told in of(undone, "base@3")
+    assert "rollback by undo in place" in of(undone, "base@2")
+    assert "rollback" not in of(undone, "base@1")
+    assert sum("--staging-memory-gib" in line for line in undone) == 1
+    (base,) = [p for p in (await ordered(pool, "status"))["policies"] if p["policy"] == "base"]
+    assert base["rollback_versions"] == [
+        {"version": "3", "num_copies": 1, "num_undo": 1},
+        {"version": "2", "num_undo": 2},
+    ]
+    status = (await weft("status", "-c", pool.target)).out
+    assert "undo in place: 2 versions, as far as 2" in status
+
+
 async def test_transfers(pool: Pool) -> None:
     await _pushed(pool)
     listed = (await ordered(pool, "transfers", "--purpose", "push"))["transfers"]

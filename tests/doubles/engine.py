@@ -284,10 +284,8 @@ class EngineDouble:
     def _apply_base(self, transfer_id: str, content_digest: bytes) -> SwitchTimes:
         if self.loading == transfer_id:
             return self._commit_in_place(content_digest)
-        if self.store.served.is_of(transfer_id, content_digest):
+        if self.store.served.switch_to(transfer_id, content_digest):
             self.dirty_reason = ""
-            return SwitchTimes(pause_seconds=0.001)
-        if self.store.served.go_back(transfer_id, content_digest):
             return SwitchTimes(pause_seconds=0.001)
         staged = self.store.staged(transfer_id, content_digest)
         self._maybe_fail()

@@ -48,6 +48,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.vector = VersionVector()
         self.refusing, self.order_number, self.obeys = "", 0, True
         self.retained: list[int] = []
+        self.undoable: list[int] = []
         self.spilled: list[types_pb2.PolicyVersion] = []
         #: What it says of versions that it was ordered to serve.
         self.facts: dict[PolicyVersion, types_pb2.VersionFacts] = {}
@@ -105,6 +106,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             address=self.address,
             http_url="http://127.0.0.1:1",
             retained_base_versions=self.retained,
+            undo_base_versions=self.undoable,
             spilled_versions=self.spilled,
             held_versions=self._held(),
             last_coordinator_generation=self.registered.coordinator_generation,
@@ -148,6 +150,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 report=registry_pb2.ReplicaReport(
                     version_vector=vector_to_proto(self.vector),
                     retained_base_versions=self.retained,
+                    undo_base_versions=self.undoable,
                     spilled_versions=self.spilled,
                     refusing=self.refusing,
                     order_number=self.order_number,
@@ -215,6 +218,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             version_vector=vector_to_proto(self.vector),
             pause=duration_to_proto(0.25),
             retained_base_versions=self.retained,
+            undo_base_versions=self.undoable,
         )
 
     async def LoadTransfer(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -238,6 +242,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             version_vector=vector_to_proto(self.vector),
             pause=duration_to_proto(0.25),
             retained_base_versions=self.retained,
+            undo_base_versions=self.undoable,
         )
 
     def _signed(self, error: WeftError) -> WeftError:

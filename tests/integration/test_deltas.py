@@ -17,7 +17,8 @@ from trainer_side import Publisher
 from trainer_side.deltas import choice
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.push_request import DeltaUsage, PushReport
-from weft_rl.cli.orders import rollback
+from weft_rl.cli.orders import pin, rollback
+from weft_rl.contract.errors import NotReadyError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2, publish_pb2
@@ -170,12 +171,13 @@ def test_replicas_that_load_in_place_apply_deltas_where_they_serve_and_go_back(
         made.append(weights(model))
         step(model)
     usage = in_place.store.usage()
-    assert usage.retained_bases == (4, 3, 2, 1)
+    assert (usage.retained_bases, usage.undo_bases) == ((4,), (3, 2, 1))
     assert 0 < usage.staging_bytes < report.total_bytes
-    for version in (3, 1):
+    for version in (3, 1, 4, 2, 1):
         rollback("base", version, coordinator=pool.target, timeout=20)
         assert same(in_place.base, made[version - 1])
-    assert in_place.store.usage().retained_bases == (1,)
+    usage = in_place.store.usage()
+    assert (usage.retained_bases, usage.undo_bases) == ((1,), (2, 3, 4))
     # From there a push goes on; and what is served now can be cloned.
     assert not publisher.push_base(model).report.delta.is_delta
     step(model)
@@ -199,6 +201,61 @@ def test_a_delta_to_replicas_of_both_kinds_is_one_version(
     assert report.num_replicas == 2
     assert same(in_place.base, weights(model))
     assert same(staged.base, weights(model))
+
+
+def test_a_pinned_version_that_was_gone_back_from_stays_within_reach_until_a_push(
+    pool: Pool, in_place: EngineDouble, publisher: Publisher
+) -> None:
+    """Where one replica keeps a copy of it, and another what deltas have changed."""
+    staged = EngineDouble(weights(Model()), base_copies=3)
+    pool.add_replica("replica-1", staged)
+    model, made = Model(seed=1), list[dict[str, torch.Tensor]]()
+    for _ in range(3):
+        publisher.push_base(model)
+        made.append(weights(model))
+        step(model)
+    pin("base@3", coordinator=pool.target)
+    for version in (1, 3, 1):
+        rollback("base", version, coordinator=pool.target, timeout=20)
+        assert same(in_place.base, made[version - 1])
+        assert same(staged.base, made[version - 1])
+    assert publisher.push_base(model).report.delta.whole_reason
+    assert (in_place.store.usage().undo_bases, 3 in staged.store.retained_bases()) == ((), True)
+    with pytest.raises(NotReadyError, match="cannot go back to base@3: replica-0 retains no copy"):
+        rollback("base", 3, coordinator=pool.target, timeout=20)
+    assert same(in_place.base, weights(model))
+    assert same(staged.base, weights(model))
+
+
+def test_replicas_that_load_in_place_keep_no_copy_that_could_be_pinned(
+    pool: Pool, in_place: EngineDouble, publisher: Publisher
+) -> None:
+    model = Model(seed=1)
+    for _ in range(2):
+        publisher.push_base(model)
+        step(model)
+    for number in (1, 2):
+        with pytest.raises(NotReadyError, match="those that load in place keep none"):
+            pin(f"base@{number}", coordinator=pool.target)
+
+
+def test_a_late_replica_is_sent_what_the_pool_went_back_to(
+    pool: Pool, in_place: EngineDouble, publisher: Publisher
+) -> None:
+    model, made = Model(seed=1), list[dict[str, torch.Tensor]]()
+    for _ in range(3):
+        publisher.push_base(model)
+        made.append(weights(model))
+        step(model)
+    rollback("base", 2, coordinator=pool.target, timeout=20)
+    late = EngineDouble(weights(Model()), in_place=True, is_readable=True)
+    pool.add_replica("replica-9", late)
+    until(lambda: is_ready(pool, "replica-9"))
+    assert same(late.base, made[1])
+    # It has nothing to go back by, and the pool does not.
+    with pytest.raises(NotReadyError, match="replica-9 retains no copy"):
+        rollback("base", 1, coordinator=pool.target, timeout=20)
+    assert same(in_place.base, made[1])
 
 
 def test_weights_that_changed_behind_the_replicas_back_are_found_where_they_are_changed(

@@ -21,6 +21,7 @@ from weft_rl.cli.console.output import CALL_SECONDS, print_text, shown_time
 from weft_rl.cli.console.table import ColumnSpec, FittedTable
 from weft_rl.cli.status import sent_text, vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
+from weft_rl.contract.names import plural
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import RouteList, list_policies
 from weft_rl.rpc.status import error_from_rpc
@@ -67,7 +68,13 @@ def versions(
     stub = InspectServiceStub(channel)
     policies = {p.policy: p for p in list_policies(stub, CALL_SECONDS)}
     names = [policy] if policy else [name for name, p in policies.items() if p.last_version]
-    table = FittedTable("versions", _VERSION_COLUMNS, empty="no version was pushed yet")
+    undoes = any(way.num_undo for policy in policies.values() for way in policy.rollback_versions)
+    table = FittedTable(
+        "versions",
+        _VERSION_COLUMNS,
+        caption=_UNDO_LIMIT if undoes else "",
+        empty="no version was pushed yet",
+    )
     listed = pb.ListVersionsResponse()
     for name in names:
         for version in _newest(stub, name, limit):
@@ -91,6 +98,21 @@ def _remarks(policy: pb.Policy, version: pb.Version) -> Iterator[Text]:
         yield Text("pinned")
     if version.HasField("trained_on_base_version"):
         yield Text(f"trained on base@{version.trained_on_base_version}", "dim")
+    if version.state in (pb.VERSION_STATE_COMMITTED, pb.VERSION_STATE_RETIRED):
+        for way in policy.rollback_versions:
+            if way.version == number and number != policy.served_version:
+                yield Text(f"rollback by {_rollback_way(way)}", "cyan")
+
+
+def _rollback_way(way: pb.RollbackVersion) -> str:
+    """Format how replicas go back to a version."""
+    if way.num_undo and way.num_copies:
+        at = plural(way.num_undo, "replica")
+        return f"retained copies, and by undo in place at {at} of {way.num_copies + way.num_undo}"
+    return "undo in place" if way.num_undo else "retained copies"
+
+
+_UNDO_LIMIT = "undo in place reaches as far as old elements fit in --staging-memory-gib"
 
 
 _VERSION_COLUMNS = (

@@ -73,7 +73,7 @@ def rollback(
 ) -> Iterator[Printed]:
     """Serve an earlier version again.
 
-    Of an adapter, or of the base if replicas hold copies of it.
+    Of an adapter, or of the base: weft versions says which, and how replicas do it.
     """
     with shown(f"rollback to {policy}@{to}"):
         _, done = _sent(channel, pb.RollbackRequest(policy=policy, to_version=to), timeout)

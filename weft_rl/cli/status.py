@@ -310,6 +310,8 @@ def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
         served += f" ({provenance(trained_on, pool.version_vector.base)})"
     if policy.pinned:
         served += f" (pinned: {', '.join(map(str, policy.pinned))})"
+    if undo := [way.version for way in policy.rollback_versions if way.num_undo]:
+        served += f" (undo in place: {plural(len(undo), 'version')}, as far as {min(undo)})"
     return served
 
 

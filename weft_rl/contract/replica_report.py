@@ -103,3 +103,4 @@ class ReplicaReport:
     pinned_base_bytes: int = 0
     engine: EngineReport | None = None
     work: ReplicaWork | None = None
+    undo_base_versions: tuple[int, ...] = ()

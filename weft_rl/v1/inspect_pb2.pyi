@@ -564,6 +564,7 @@ class Policy(_message.Message):
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
+    ROLLBACK_VERSIONS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -617,6 +618,12 @@ class Policy(_message.Message):
         bytes under one number: none of them is served. Until a newer one is.
         """
 
+    @_builtins.property
+    def rollback_versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RollbackVersion]:
+        """Versions that AdminService.Rollback would take the base back to now, newest first; empty for
+        an adapter.
+        """
+
     def __init__(
         self,
         *,
@@ -634,16 +641,49 @@ class Policy(_message.Message):
         trained_on_base_version: _builtins.int | None = ...,
         lost: _builtins.bool = ...,
         over_another_base: _builtins.bool = ...,
+        rollback_versions: _abc.Iterable[Global___RollbackVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "over_another_base", b"over_another_base", "pinned", b"pinned", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "over_another_base", b"over_another_base", "pinned", b"pinned", "policy", b"policy", "publish_again_version", b"publish_again_version", "rollback_versions", b"rollback_versions", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
     _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class RollbackVersion(_message.Message):
+    """A version of the base that the pool can go back to, and how its replicas would."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NUM_COPIES_FIELD_NUMBER: _builtins.int
+    NUM_UNDO_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The number."""
+    num_copies: _builtins.int
+    """Replicas that would load the copy that they retain, or serve it already."""
+    num_undo: _builtins.int
+    """Replicas that would write back the elements that deltas have changed since
+    (ReplicaReport.undo_base_versions).
+    """
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        num_copies: _builtins.int = ...,
+        num_undo: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_copies", b"num_copies", "num_undo", b"num_undo", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackVersion: _TypeAlias = RollbackVersion  # noqa: Y015
 
 @_typing.final
 class VersionConflict(_message.Message):

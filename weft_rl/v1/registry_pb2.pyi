@@ -533,6 +533,7 @@ class ReplicaReport(_message.Message):
     PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    UNDO_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     dirty_reason: _builtins.str
     """Why its engine may hold mixed weights; empty when it does not."""
     base_as_started: _builtins.bool
@@ -598,6 +599,13 @@ class ReplicaReport(_message.Message):
         is served.
         """
 
+    @_builtins.property
+    def undo_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions of the base that it can switch to in place, from the one that it serves, by the
+        elements in which deltas changed it; nearest first. It holds no copy of them: none can be
+        cloned from it, and all are gone with the next base that comes whole.
+        """
+
     def __init__(
         self,
         *,
@@ -615,10 +623,11 @@ class ReplicaReport(_message.Message):
         pinned_base_bytes: _builtins.int = ...,
         work: Global___Work | None = ...,
         engine: Global___EngineReport | None = ...,
+        undo_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "engine", b"engine", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "engine", b"engine", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "undo_base_versions", b"undo_base_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

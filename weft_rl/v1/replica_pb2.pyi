@@ -156,6 +156,7 @@ class CommitTransferResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
+    UNDO_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     base_as_started: _builtins.bool
     """See ReplicaReport.base_as_started."""
     @_builtins.property
@@ -174,6 +175,10 @@ class CommitTransferResponse(_message.Message):
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See ReplicaReport.retained_base_versions."""
 
+    @_builtins.property
+    def undo_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See ReplicaReport.undo_base_versions."""
+
     def __init__(
         self,
         *,
@@ -182,10 +187,11 @@ class CommitTransferResponse(_message.Message):
         load: _duration_pb2.Duration | None = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         base_as_started: _builtins.bool = ...,
+        undo_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_as_started", b"base_as_started", "load", b"load", "pause", b"pause", "retained_base_versions", b"retained_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_as_started", b"base_as_started", "load", b"load", "pause", b"pause", "retained_base_versions", b"retained_base_versions", "undo_base_versions", b"undo_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,6 +666,7 @@ class SwitchVersionResponse(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    UNDO_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What is served now."""
@@ -676,6 +683,10 @@ class SwitchVersionResponse(_message.Message):
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See ReplicaReport.retained_base_versions."""
 
+    @_builtins.property
+    def undo_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See ReplicaReport.undo_base_versions."""
+
     def __init__(
         self,
         *,
@@ -683,10 +694,11 @@ class SwitchVersionResponse(_message.Message):
         pause: _duration_pb2.Duration | None = ...,
         load: _duration_pb2.Duration | None = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        undo_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "retained_base_versions", b"retained_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "retained_base_versions", b"retained_base_versions", "undo_base_versions", b"undo_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

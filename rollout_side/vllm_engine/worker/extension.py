@@ -173,7 +173,7 @@ class WeftWorker:
             reload_files(self, state.report_progress, state.drafted)
             return {"load_seconds": time.perf_counter() - begin, "has_draft": True}
         served = state.store.served
-        if served.is_of(transfer_id, content_digest) or served.go_back(transfer_id, content_digest):
+        if served.switch_to(transfer_id, content_digest):
             return state.applied(begin)
         staged = state.store.staged(transfer_id, content_digest)
         if isinstance(staged, StagedDelta):

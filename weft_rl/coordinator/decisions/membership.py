@@ -80,6 +80,7 @@ def register(change: Change, event: events.Register) -> None:
         routed=old.routed if old else False,
         suspect=old.suspect if old else None,
         retained=report.retained_base_versions,
+        undoable=report.undo_base_versions,
         spilled=report.spilled_versions,
         drain=out_of_service.updated_drain(old, report.drain, change.now),
         checkpoint=event.checkpoint,
@@ -216,6 +217,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         replica = replace(
             replica.with_vector(report.version_vector),
             retained=report.retained_base_versions,
+            undoable=report.undo_base_versions,
             dirty_reason=replica.dirty_reason if loading else report.dirty_reason,
         )
         if is_new or event.held:

@@ -12,6 +12,7 @@ from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.problems import Problem, problems
+from weft_rl.coordinator.decisions.purposes.rollback import rollback_ways
 from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.pool import (
     Lease,
@@ -241,6 +242,10 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
         over_another_base=state.is_over_another_base(
             PolicyVersion(policy.name, policy.served_version)
         ),
+        rollback_versions=[
+            inspect_pb2.RollbackVersion(**way._asdict())
+            for way in (() if is_adapter else rollback_ways(state))
+        ],
     )
 
 

@@ -349,6 +349,7 @@ def _switched(
         tuple(response.retained_base_versions),
         # SwitchVersion's answer has none: what comes of it, a heartbeat says.
         getattr(response, "base_as_started", False),
+        undoable=tuple(response.undo_base_versions),
     )
 
 

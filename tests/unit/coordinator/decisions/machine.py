@@ -104,6 +104,7 @@ class Machine:
                         ReplicaReport(
                             version_vector=vector,
                             retained_base_versions=retained,
+                            undo_base_versions=replica.undoable,
                             dirty_reason=replica.dirty_reason,
                             spilled_versions=spilled,
                             pinned_base_versions=replica.report.pinned_base_versions,
@@ -388,7 +389,14 @@ class Machine:
         for replica_id in transfer.targets:
             self.answer_commit(ticket, replica_id, failures.get(replica_id))
 
-    def answer_commit(self, ticket: int, replica_id: str, failure: Failure | None = None) -> None:
+    def answer_commit(
+        self,
+        ticket: int,
+        replica_id: str,
+        failure: Failure | None = None,
+        *,
+        undoable: tuple[int, ...] = (),
+    ) -> None:
         transfer = self.transfer(ticket)
         replica = self.state.replicas.get(replica_id)
         vector = replica.vector if replica else VersionVector()
@@ -416,6 +424,7 @@ class Machine:
                 failure,
                 retained,
                 self.base_as_started,
+                undoable,
             )
         )
 

@@ -135,17 +135,70 @@ def test_nothing_is_written_before_it_is_applied_and_all_can_be_taken_back(
         assert engine.base.version == PolicyVersion("base", number)
         assert engine.base.content_digest == staged.content_digest
         made.append(new)
-    assert [base.version.version for base in engine.slot.former] == [3, 2, 1]
+    assert [base.version.version for base in engine.slot.reachable] == [3, 2, 1]
     assert 0 < engine.slot.undo_bytes < 4 * 4 * 1000
-    wanted = engine.slot.former[1]
-    assert not engine.slot.go_back("t9", wanted.content_digest)
-    assert engine.slot.go_back("t2", wanted.content_digest)
+    wanted = engine.slot.reachable[1]
+    assert not engine.slot.switch_to("t9", wanted.content_digest)
+    assert engine.slot.switch_to("t2", wanted.content_digest)
     assert same(engine.tensors(), made[1])
     assert engine.base == wanted
-    assert [base.version.version for base in engine.slot.former] == [1]
-    # From where it has gone back to, another delta is applied.
+    assert [base.version.version for base in engine.slot.reachable] == [1, 3, 4]
+    # From where it has gone back to, another delta is applied, and those after it are left.
     engine.slot.apply(engine.stage(5, changed(made[1], 5)))
-    assert [base.version.version for base in engine.slot.former] == [2, 1]
+    assert [base.version.version for base in engine.slot.reachable] == [2, 1]
+
+
+def test_what_was_gone_back_from_can_be_switched_to_again_until_another_delta() -> None:
+    engine = Engine()
+    made, bases = [engine.tensors()], [engine.base]
+    for number in (2, 3, 4):
+        new = changed(made[-1], number)
+        engine.slot.apply(engine.stage(number, new))
+        made.append(new)
+        bases.append(engine.base)
+    num_bytes = engine.slot.undo_bytes
+    for number in (1, 4, 2, 3, 1, 3):
+        wanted = bases[number - 1]
+        assert engine.slot.switch_to(wanted.transfer_id, wanted.content_digest)
+        assert same(engine.tensors(), made[number - 1])
+        assert engine.base == wanted
+        assert engine.slot.undo_bytes == num_bytes
+        reachable = [base.version.version for base in engine.slot.reachable]
+        assert reachable == [*range(number - 1, 0, -1), *range(number + 1, 5)]
+    engine.slot.bound(num_bytes - 1)
+    assert [base.version.version for base in engine.slot.reachable] == [2, 4]
+    engine.slot.switch_to("t2", bases[1].content_digest)
+    engine.slot.bound(1)
+    assert engine.slot.reachable == ()
+    assert engine.slot.switch_to("t2", bases[1].content_digest), "it is there"
+    assert not engine.slot.switch_to("t4", bases[3].content_digest)
+
+
+def test_a_switch_that_fails_on_its_way_ends_where_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    first = engine.base
+    for number in (2, 3, 4):
+        engine.slot.apply(engine.stage(number, changed(engine.tensors(), number)))
+    last = engine.base
+    engine.slot.switch_to("t1", first.content_digest)
+    before, write, left = engine.memory.clone(), ElementPlace.write, [8]
+
+    def writing(place: ElementPlace, elements: torch.Tensor, values: torch.Tensor) -> None:
+        left[0] -= 1
+        if not left[0]:  # within the second delta
+            raise RuntimeError("an illegal memory access was encountered")
+        write(place, elements, values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ElementPlace, "write", writing)
+        with pytest.raises(LoadFailedError) as failed:
+            engine.slot.switch_to("t4", last.content_digest)
+    assert "dirty" not in failed.value.metadata
+    assert engine.memory.equal(before)
+    assert engine.base == first
+    assert engine.slot.switch_to("t4", last.content_digest)
 
 
 def test_old_elements_are_kept_as_far_as_there_is_room() -> None:
@@ -155,10 +208,10 @@ def test_old_elements_are_kept_as_far_as_there_is_room() -> None:
         engine.slot.apply(engine.stage(number, changed(engine.tensors(), number)))
         sizes.append(engine.slot.undo_bytes)
     engine.slot.bound(sizes[-1] - 1)
-    assert [base.version.version for base in engine.slot.former] == [3, 2]
+    assert [base.version.version for base in engine.slot.reachable] == [3, 2]
     assert engine.slot.undo_bytes == sizes[-1] - sizes[0]
     engine.slot.bound(0)
-    assert engine.slot.former == ()
+    assert engine.slot.reachable == ()
 
 
 def test_weights_that_are_loaded_anew_or_sleep_are_not_gone_back_from() -> None:
@@ -168,7 +221,7 @@ def test_weights_that_are_loaded_anew_or_sleep_are_not_gone_back_from() -> None:
         engine.slot.apply(engine.stage(2, changed(engine.tensors(), 2)))
         leave(engine.slot)
         assert engine.slot.base is None
-        assert not engine.slot.go_back(first.transfer_id, first.content_digest)
+        assert not engine.slot.switch_to(first.transfer_id, first.content_digest)
     engine.slot.wake_up(discarded=False)
     assert engine.base.version == PolicyVersion("base", 2)
 

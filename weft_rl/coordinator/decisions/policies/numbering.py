@@ -99,7 +99,8 @@ def check_report(
     Raises:
         InvalidRequestError: Names the version.
     """
-    bases = (report.version_vector.base, *report.retained_base_versions)
+    vector = report.version_vector
+    bases = (vector.base, *report.retained_base_versions, *report.undo_base_versions)
     highest = [PolicyVersion(BASE_POLICY, max(bases))]
     for name, entry in report.version_vector.adapters.items():
         highest.append(PolicyVersion(name, max((*entry.versions, entry.alias))))
@@ -173,7 +174,8 @@ def versions_heard(
 ) -> None:
     """Continue above the versions that a replica serves, and those that it holds the bytes of."""
     vector = replica.vector
-    versions = [PolicyVersion(BASE_POLICY, n) for n in (vector.base, *replica.retained)]
+    bases = (vector.base, *replica.retained, *replica.undoable)
+    versions = [PolicyVersion(BASE_POLICY, number) for number in bases]
     for name, entry in vector.adapters.items():
         versions.append(PolicyVersion(name, max((*entry.versions, entry.alias))))
     _go_above(change, (*versions, *(one.held.version for one in heard)))

@@ -19,7 +19,7 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState, RepublishRequest, live_lease
-from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica import Replica, can_switch
 from weft_rl.coordinator.decisions.state.replica_state import (
     lacked_adapters,
     versions_to_bring,
@@ -91,7 +91,7 @@ def _unheld(state: PoolState, holders: Sequence[Replica]) -> set[PolicyVersion]:
 
 
 def _is_held(version: PolicyVersion, holders: Sequence[Replica]) -> bool:
-    return any(holds(replica, version) or version in replica.spilled for replica in holders)
+    return any(can_switch(replica, version) or version in replica.spilled for replica in holders)
 
 
 def _asked(change: Change, policy: str, version: int) -> RepublishRequest:

@@ -46,7 +46,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     rollback_versions,
     unknown_policy,
 )
-from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import (
     mistaken_adapters,
     undecided_versions,
@@ -112,12 +112,21 @@ def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
             "when it is there",
             reason="TRANSFER_UNDER_WAY",
         )
-    if version not in state.copies:
+    if not any(_keeps_copy(state, replica, version) for replica in state.replicas.values()):
         raise NotReadyError(
-            f"no replica in contact holds a copy of {version}: replicas keep the newest, as many "
-            "as their --base-copies says",
+            f"no replica in contact holds a copy of {version} that it could keep: replicas keep "
+            "the newest, as many as their --base-copies says; those that load in place keep none",
             reason="NOT_RETAINED",
         )
+
+
+def _keeps_copy(state: PoolState, replica: Replica, version: PolicyVersion) -> bool:
+    """Return whether a replica has a copy of a base that outlasts the next push, if it is
+    pinned."""
+    if replica.lost or state.is_kept_out(replica.replica_id):
+        return False
+    keeps = holds(replica, version) and not replica.loads_in_place(PolicyKind.BASE)
+    return keeps or version in replica.spilled
 
 
 def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:

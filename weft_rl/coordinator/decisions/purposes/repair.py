@@ -22,7 +22,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     EventKind,
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import Backoff, Replica, holds
+from weft_rl.coordinator.decisions.state.replica import Backoff, Replica, can_switch
 from weft_rl.coordinator.decisions.state.replica_state import obeys_pins, versions_to_bring
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
@@ -170,7 +170,7 @@ class Restore(Repair):
 
     def _is_possible(self, state: PoolState, transfer: Transfer, replica: Replica) -> bool:
         version = transfer.policy_version
-        has_it = bool(self.staged_by) or holds(replica, version) or version in replica.spilled
+        has_it = bool(self.staged_by) or can_switch(replica, version) or version in replica.spilled
         is_free = replica.suspect is None and not state.is_kept_out(self.replica_id)
         return has_it and is_free
 
@@ -189,13 +189,13 @@ class Restore(Repair):
     def origin(self, replica: Replica, version: PolicyVersion) -> str:
         if self.staged_by:
             return "what it has staged"
-        return "its own copy" if holds(replica, version) else "its spill directory"
+        return "its own copy" if can_switch(replica, version) else "its spill directory"
 
     def _order(
         self, state: PoolState, transfer: Transfer, replica: Replica
     ) -> CallCommit | CallSwitch | CallRestore:
         ids, version, digest = self.replica_id, transfer.policy_version, transfer.content_digest
-        if holds(replica, version):
+        if can_switch(replica, version):
             return CallSwitch(
                 transfer.transfer_id, ids, replica.incarnation, replica.address, version
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from weft_rl.containers import replace
 from weft_rl.contract.errors import (
@@ -17,7 +17,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.policies.retention import serve
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
@@ -29,7 +29,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     requestable_versions,
     rollback_versions,
 )
-from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica import Replica, can_switch, holds
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     eligible_targets,
@@ -161,19 +161,53 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
             raise _not_retained(state, policy, f"no replica in contact holds {version}")
         return [replica for replica in eligible_targets(state) if holds(replica, version)]
     replicas = base_targets(state)
-    holding = [r for r in replicas if holds(r, version) or _serves(r, version)]
-    without = [r for r in replicas if r not in holding and is_ready(state, r)]
+    able = [r for r in replicas if can_switch(r, version) or _serves(r, version)]
+    unable = [r for r in replicas if r not in able and is_ready(state, r)]
     if not version.version:
-        _check_one_base(state, holding)
-    if without or not holding:
-        who = without[0].replica_id if without else "no replica in contact"
-        retains = "retains no copy of it" if without else "retains a copy of it"
+        _check_one_base(state, able)
+    if unable or not able:
+        who = _why_unable(unable[0]) if unable else "no replica in contact retains a copy of it"
         raise NotReadyError(
-            f"the pool cannot go back to {version}: {who} {retains} ({_way_out(replicas)})",
+            f"the pool cannot go back to {version}: {who} ({_way_out(replicas)})",
             reason="NOT_RETAINED",
-            metadata={"member": who} if without else {},
+            metadata={"member": unable[0].replica_id} if unable else {},
         )
-    return holding
+    return able
+
+
+class RollbackWay(NamedTuple):
+    """Version of the base that the pool can go back to, and how its replicas would."""
+
+    version: int
+    num_copies: int
+    """Replicas that would load the copy that they retain, or serve it already."""
+    num_undo: int
+    """Replicas that would write the elements back that deltas have changed."""
+
+
+def rollback_ways(state: PoolState) -> list[RollbackWay]:
+    """List the versions that the base can go back to now, newest first."""
+    policy, found = state.policies.get(BASE_POLICY), list[RollbackWay]()
+    numbers = {n for r in base_targets(state) for n in (*r.retained, *r.undoable)}
+    if policy is None:
+        return found
+    for number in sorted(numbers - {policy.served_version}, reverse=True):
+        version = PolicyVersion(BASE_POLICY, number)
+        try:
+            targets = _targets(state, policy, version)
+        except WeftError:
+            continue
+        num_undo = sum(not holds(r, version) and not _serves(r, version) for r in targets)
+        found.append(RollbackWay(number, len(targets) - num_undo, num_undo))
+    return found
+
+
+def _why_unable(replica: Replica) -> str:
+    """Explain why a replica cannot go back to a version of the base."""
+    if not replica.undoable:
+        return f"{replica.replica_id} retains no copy of it"
+    reach = ", ".join(f"base@{number}" for number in replica.undoable)
+    return f"{replica.replica_id} keeps what deltas have changed as far as {reach}"
 
 
 def _serves(replica: Replica, version: PolicyVersion) -> bool:
@@ -194,7 +228,10 @@ def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
 def _way_out(replicas: list[Replica]) -> str:
     """Explain what helps where a base is not retained; those that load in place retain none."""
     if replicas and all(r.capabilities.loads_in_place for r in replicas):
-        return "push the weights again: replicas that load in place retain none but the served one"
+        return (
+            "push the weights again: replicas that load in place go back by what deltas have "
+            "changed alone, as far as it fits in --staging-memory-gib"
+        )
     return "start replicas with --base-copies 2 or more, or push the weights again"
 
 

@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallDiscard, LookUp
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica, held_versions, holds
+from weft_rl.coordinator.decisions.state.replica import Replica, can_switch, held_versions
 from weft_rl.coordinator.decisions.state.replica_state import (
     is_asleep,
     is_ready,
@@ -113,7 +113,7 @@ def _choose(
     copy. Of the sources ready ones go first, and those that drain last. A source need not be
     ready: its copy was verified when it came, and its digest is compared again.
     """
-    if holds(replica, version):
+    if can_switch(replica, version):
         return replica
     backed_off = replica.backoffs.get(version)
     failed = backed_off.source if backed_off else ""

@@ -451,6 +451,7 @@ class CommitAnswered(Event):
     failure: Failure | None
     retained: tuple[int, ...] = ()
     base_as_started: bool = False
+    undoable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class Replica:
     """True if watchers of the routes see it."""
     retained: tuple[int, ...] = ()
     """Versions of the base that it holds a copy of, last used first."""
+    undoable: tuple[int, ...] = ()
+    """Versions of the base that it can switch to in place, and holds no copy of; nearest first."""
     backoffs: Mapping[PolicyVersion, Backoff] = field(default_factory=dict)
     """Versions that could not be brought to it yet."""
     spilled: frozenset[PolicyVersion] = frozenset()
@@ -132,7 +134,7 @@ class Replica:
     """Versions that it holds and the catalog does not know; see adoption.py."""
     mistaken: frozenset[HeldVersion] = frozenset()
     """Versions that it holds with other bytes than their numbers have. They are not counted in
-    ``vector``, ``retained`` and ``spilled``, and are dropped."""
+    ``vector``, ``retained``, ``undoable`` and ``spilled``, and are dropped."""
     checkpoint: Checkpoint = NOT_TOLD
     """Checkpoint that it was started with."""
     refusing: str = ""
@@ -158,6 +160,7 @@ class Replica:
             self.report,
             version_vector=self.vector,
             retained_base_versions=self.retained,
+            undo_base_versions=self.undoable,
             spilled_versions=self.spilled,
             dirty_reason=self.dirty_reason,
             base_as_started=self.report.base_as_started and is_of_now,
@@ -202,6 +205,13 @@ def holds(replica: Replica, version: PolicyVersion) -> bool:
     if version.policy == BASE_POLICY:
         return version.version in replica.retained
     return replica.vector.holds(version)
+
+
+def can_switch(replica: Replica, version: PolicyVersion) -> bool:
+    """Return whether a replica can switch to a version by what is in its memory: a copy, or the
+    elements that deltas have changed."""
+    is_undoable = version.policy == BASE_POLICY and version.version in replica.undoable
+    return is_undoable or holds(replica, version)
 
 
 def held_versions(replica: Replica) -> Iterator[PolicyVersion]:

@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     num_retained,
     rollback_versions,
 )
-from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica import Replica, can_switch
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -129,10 +129,12 @@ def without_mistaken(replica: Replica) -> Replica:
         elif version.version == vector.base:
             vector = vector.with_base(NO_VERSION)
     spilled = {h.version for h in replica.mistaken if h.spilled}
+    bases = {version.version for version in gone if version.policy == BASE_POLICY}
     return replace(
         replica,
         vector=vector,
-        retained=tuple(n for n in replica.retained if PolicyVersion(BASE_POLICY, n) not in gone),
+        retained=tuple(n for n in replica.retained if n not in bases),
+        undoable=tuple(n for n in replica.undoable if n not in bases),
         spilled=replica.spilled - spilled,
     )
 
@@ -165,9 +167,7 @@ def _lists(replica: Replica, held: HeldVersion) -> bool:
     version = held.version
     if held.spilled:
         return version in replica.spilled
-    if replica.vector.holds(version):
-        return True
-    return version.policy == BASE_POLICY and version.version in replica.retained
+    return replica.vector.holds(version) or can_switch(replica, version)
 
 
 # -- its state and the reasons for it --------------------------------------------
@@ -561,7 +561,7 @@ def explain_outlook(state: PoolState, replica: Replica, version: PolicyVersion) 
         return ", for it has other bytes under that number, and drops them"
     if version.policy in state.unrecorded_since or version.policy in state.uncertain_aliases:
         return f", until it is clear which versions of {version.policy} replicas hold"
-    if version not in state.copies:
+    if version not in state.copies and not can_switch(replica, version):
         return f", which no replica in contact holds: {who_publishes(state, version.policy)}"
     return ""
 

@@ -175,9 +175,8 @@ def abandon(
         if replica is not None:
             why = f"{transfer.policy_version} was not loaded whole: {failure.message}"
             # The copy that it could be asked for was in its engine.
-            change.put_replica(
-                replace(replica, dirty_reason=why, retained=(), order_answered_at=change.now)
-            )
+            lost = replace(replica, retained=(), undoable=())
+            change.put_replica(replace(lost, dirty_reason=why, order_answered_at=change.now))
 
 
 def name_dirty_replicas(transfer: Transfer, failure: Failure) -> Failure:

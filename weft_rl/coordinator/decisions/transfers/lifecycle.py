@@ -380,6 +380,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
                 order_answered_at=change.now,
                 commit_failure="",
                 retained=event.retained if loaded_base else replica.retained,
+                undoable=event.undoable if loaded_base else replica.undoable,
                 dirty_reason="" if loaded_base else replica.dirty_reason,
             )
             replica = replica_state.with_counted_versions(change.state, replica)

@@ -34,7 +34,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveVersion,
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState, UnservedVersion
-from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica import Replica, can_switch
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind, VersionState
 
@@ -152,7 +152,7 @@ def _still_awaited(state: PoolState, version: PolicyVersion, case: UnservedVersi
 
 
 def _has_bytes(replica: Replica, version: PolicyVersion) -> bool:
-    return holds(replica, version) or version in replica.spilled
+    return can_switch(replica, version) or version in replica.spilled
 
 
 def _stands(change: Change, version: PolicyVersion, case: UnservedVersion) -> None:
@@ -187,8 +187,11 @@ def _can_be_served(state: PoolState, ended: Transfer) -> bool:
     while before in state.unserved:  # which is waited for, too
         number = state.unserved[before].transfer.served_before
         before = PolicyVersion(BASE_POLICY, number)
-    serves = any(r.in_contact and r.vector.holds(before) for r in state.replicas.values())
-    return serves or before in state.copies
+    has_it = any(
+        r.in_contact and (r.vector.holds(before) or can_switch(r, before))
+        for r in state.replicas.values()
+    )
+    return has_it or before in state.copies
 
 
 def _forget(change: Change, version: PolicyVersion) -> None:

@@ -96,8 +96,17 @@ function policyRow(pool, { policy, behind, notTold }) {
       el("li", { class: pinned.has(version) ? "pinned" : "", title: pinned.has(version) ? "pinned: never retired" : undefined },
         String(version), pinned.has(version) ? " pinned" : ""))),
       versions.length ? null : none(isBase ? "what replicas were started with" : "nothing"),
-      policy.num_retained ? el("small", {}, `the newest ${policy.num_retained}${policy.has_own_retention ? "" : ", by default"}`) : null),
+      policy.num_retained ? el("small", {}, `the newest ${policy.num_retained}${policy.has_own_retention ? "" : ", by default"}`) : null,
+      ...rollbacks(policy)),
     el("td", { "data-label": "Owner" }, policy.lease ? policy.lease.trainer_id : none("nobody")));
+}
+
+/** The versions that the base can go back to: by copies, and by undo in place. */
+function rollbacks({ rollback_versions: ways = [] }) {
+  const undo = ways.filter((way) => way.num_undo), copies = ways.filter((way) => !way.num_undo);
+  const line = (text, some) => el("small", { class: "rollback" }, `${text}: ${some.slice(0, NAMED).map((way) => way.version).join(", ")}`,
+    some.length > NAMED ? ` and ${count(some.length - NAMED)} more` : "");
+  return [copies.length ? line("rollback to a copy", copies) : null, undo.length ? line("undo in place", undo) : null];
 }
 
 /** What a replica serves of a policy, and how far that is behind. */

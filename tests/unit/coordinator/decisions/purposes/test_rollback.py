@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
-from weft_rl.contract.names import PolicyVersion
+from tests.unit.coordinator.decisions.machine import DIRTY, GONE, LOAD_FAILED, Machine
+from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.purposes.repair import Restore
-from weft_rl.coordinator.decisions.purposes.rollback import RollbackPurpose
+from weft_rl.coordinator.decisions.purposes.rollback import RollbackPurpose, rollback_ways
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.transfers import preflight
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
@@ -76,6 +77,84 @@ def test_a_base_that_a_ready_replica_does_not_retain_is_refused_by_name() -> Non
     error = m.error(m.roll_back("base", 1))
     assert (error.reason, error.metadata["member"]) == ("NOT_RETAINED", "r1")
     assert m.state.vector.base == 2
+
+
+def _changed_in_place(*replica_ids: str, undoable: tuple[int, ...] = (2, 1)) -> Machine:
+    """A pool at base@3, which keeps what the last deltas have changed."""
+    m = Machine()
+    for replica_id in replica_ids or ("r0", "r1"):
+        m.register(replica_id, loads_in_place=True)
+    m.pool()
+    m.acquire("base")
+    for _ in range(3):
+        m.run_to(Phase.COMMITTED, "base")
+    m.now += 3.0
+    for replica_id in m.state.replicas:
+        m.beat(replica_id, retained_base_versions=(3,), undo_base_versions=undoable)
+    return m
+
+
+def test_a_base_goes_back_by_what_deltas_have_changed() -> None:
+    m = _changed_in_place()
+    assert rollback_ways(m.state) == [(2, 0, 2), (1, 0, 2)]
+    ticket = m.roll_back("base", 1)
+    assert m.transfer(ticket).targets == ("r0", "r1")
+    for replica_id in ("r0", "r1"):
+        m.answer_commit(ticket, replica_id, undoable=(2, 3))
+    assert _answer(m, ticket).replica_ids == ("r0", "r1")
+    assert rollback_ways(m.state) == [(3, 0, 2), (2, 0, 2)]
+
+
+def test_a_base_that_one_replica_cannot_go_back_to_is_refused_before_anything_changes() -> None:
+    m = _changed_in_place()
+    m.beat("r1", retained_base_versions=(3,), undo_base_versions=(2,))
+    assert rollback_ways(m.state) == [(2, 0, 2)]
+    error = m.error(m.roll_back("base", 1))
+    assert (error.reason, error.metadata["member"]) == ("NOT_RETAINED", "r1")
+    assert "r1 keeps what deltas have changed as far as base@2" in error.message
+    assert "--staging-memory-gib" in error.message
+    assert m.state.vector.base == 3
+    assert not m.ever(effects.CallSwitch)
+
+
+def test_what_deltas_have_changed_is_no_copy_for_others() -> None:
+    """Nobody is sent it, a pin does not keep it, and no delta starts from it."""
+    m = _changed_in_place("r0", "r1", undoable=(2,))
+    assert PolicyVersion("base", 2) not in m.state.copies
+    for number in (2, 3):
+        record = m.record(PolicyVersion("base", number))
+        ticket = next(m.ids)
+        m.do(events.Pin(ticket, PolicyVersion("base", number), True, record))
+        assert "those that load in place keep none" in m.error(ticket).message
+    ticket = m.roll_back("base", 2)
+    m.answer_commit(ticket, "r0", undoable=(3,))
+    m.answer_commit(ticket, "r1", GONE)
+    m.now += 3.0
+    m.beat("r0", retained_base_versions=(2,), undo_base_versions=(3,))
+    # One did not switch: it catches up by itself, and is no source for a third.
+    m.beat("r1", version_vector=VersionVector(3), retained_base_versions=(3,),
+           undo_base_versions=(2,))  # fmt: skip
+    m.register("r2", loads_in_place=True)
+    m.do(events.Tick())
+    assert {(one.replica_id, one.source_id) for one in m.look_ups()} == {
+        ("r1", "r1"),
+        ("r2", "r0"),
+    }
+    assert preflight.why_no_delta(m.state, [m.state.replicas["r1"]])
+
+
+def test_a_version_that_only_deltas_lead_back_to_is_not_lost() -> None:
+    m = _changed_in_place("r0")
+    m.tokens.clear()
+    ticket = m.roll_back("base", 1)
+    m.answer_commit(ticket, "r0", GONE)
+    m.now += 3.0
+    m.beat("r0", version_vector=VersionVector(3), retained_base_versions=(3,),
+           undo_base_versions=(2, 1))  # fmt: skip
+    m.do(events.Tick())
+    assert not m.state.republish
+    assert m.standing("r0")[1].startswith("lacks base@1")
+    assert "no replica" not in m.standing("r0")[1]
 
 
 def test_one_that_is_not_ready_does_not_stand_in_the_way_and_catches_up() -> None:
