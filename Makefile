@@ -84,7 +84,7 @@ matrix: install  ## Every kind of model and rank, and every example, with real v
 fuzz: install  ## Generated requests against live services: make fuzz SECONDS=600 SEED=1.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-fault: install  ## The whole kill matrix on real processes; writes its table (20 minutes).
+fault: install  ## The whole kill matrix on real processes; writes its table (40 minutes).
 	$(BIN)/python -m tests.fault
 
 .PHONY: strikes

@@ -486,7 +486,10 @@ class EngineDouble:
             str(version): [tensor for _, tensor in entry.staged.tensors()]
             for version, entry in self.store._adapters.items()
         }
-        served = {"base": [*self.base.values()], **adapters}
+        readable = self.store.served.base
+        slots = readable.manifest.tensors if readable is not None else ()
+        names = [slot.meta.name for slot in slots] or list(self.base)
+        served = {"base": [self.base[name] for name in names], **adapters}
         return {
             "digests": {
                 name: content_digest([tensor_digest(_bytes_of(tensor)) for tensor in tensors]).hex()
@@ -494,7 +497,9 @@ class EngineDouble:
             },
             "firsts": sorted({float(t.flatten()[0]) for t in self.base.values()}),
             "is_whole": all(bool((t == t.flatten()[0]).all()) for t in self.base.values()),
-            "staging_bytes": self.store.usage().staging_bytes - self.store._bases.num_bytes,
+            "staging_bytes": self.store.usage().staging_bytes
+            - self.store._bases.num_bytes
+            - self.store.served.undo_bytes,
             "parked_groups": num_parked_groups(),
         }
 

@@ -20,15 +20,26 @@ NUM_TENSORS, ELEMENTS = 24, 2**18  # 1 MiB each, one a bucket
 BUCKET_BYTES = 2**20
 
 
-def model(value: float) -> nn.Module:
-    """The names and shapes of such a base, every element ``value``."""
+#: Where a model differs from another by a delta: at every so many-th element.
+STRIDE = 64
+
+
+def model(value: float, stride: int = 1) -> nn.Module:
+    """Make a model with the names and shapes of such a base: every ``stride``-th element of a
+    tensor, the first included, is ``value``, and every other 1."""
     root = nn.Module()
     root.layers = nn.ModuleList(nn.Module() for _ in range(NUM_TENSORS // 8))
     for i in range(NUM_TENSORS):
         part = nn.Module()
-        part.weight = nn.Parameter(torch.full((ELEMENTS,), value), requires_grad=False)
+        part.weight = _filled((ELEMENTS,), value, stride)
         root.layers[i // 8].add_module(f"t{i % 8}", part)
     q_proj = nn.Module()
-    q_proj.weight = nn.Parameter(torch.full((64, 64), value), requires_grad=False)
+    q_proj.weight = _filled((64, 64), value, stride)
     root.layers[0].add_module("q_proj", q_proj)
     return root
+
+
+def _filled(shape: tuple[int, ...], value: float, stride: int) -> nn.Parameter:
+    tensor = torch.ones(shape)
+    tensor.view(-1)[::stride] = value
+    return nn.Parameter(tensor, requires_grad=False)

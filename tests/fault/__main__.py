@@ -9,7 +9,8 @@ import traceback
 from pathlib import Path
 
 from benchmarks.machine import describe
-from tests.fault.matrix import Case, Outcome
+from tests.fault.delta_case import case_of
+from tests.fault.matrix import Outcome
 from tests.fault.strikes import CASES, Strike
 from tests.report import replace_rows
 
@@ -31,7 +32,7 @@ def main() -> int:
             strike = Strike(role, point, signum, directory)
             case = None
             try:
-                case = Case(strike, Path(directory))
+                case = case_of(strike, Path(directory))
                 outcomes.append(case.run())
                 print(f"ok    {name}: {outcomes[-1].push} ({time.monotonic() - began:.1f} s)")
             except Exception:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fault.pool import LEASE_SECONDS, REPLICAS, STALL_SECONDS, PoolProcesses
-from tests.fault.strikes import HANG, LOOP, RETIRE, ROLES, VICTIM, Strike
+from tests.fault.strikes import HANG, LOOP, RETIRE, ROLES, UNDO, VICTIM, Strike
 from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.rpc.channel import open_channel
@@ -31,6 +31,8 @@ _STUCK = {
     "replica loop": (LOOP,),
     "replica, in place": (HANG,),
     "replica rank, in place": ("SIGSTOP",),
+    "replica worker, delta": ("SIGSTOP", HANG),
+    "replica, delta in place": (HANG,),
 }
 #: How soon a replica ends by itself that has lost its worker.
 END_SECONDS = 10.0
@@ -64,7 +66,7 @@ class Case(PoolProcesses):
         self.start_trainer()
         self.armed = ""
         self.is_stuck = strike.signal in _STUCK.get(strike.role, ())
-        if self.is_stuck or strike.point == RETIRE:
+        if (self.is_stuck and strike.point != UNDO) or strike.point == RETIRE:
             self.start("other", "tests.fault.trainer", self.listen, "--adapter")
             self.processes["other"].line(lambda text: text == "ready", 60)
 

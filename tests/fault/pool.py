@@ -16,6 +16,8 @@ from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 REPLICAS = ("replica-0", "replica-1", "replica-2")
+#: In the environment of a trainer that pushes the base by deltas.
+DELTAS = "WEFT_TEST_DELTAS"
 #: The coordinator's: after so long without a word who hangs is waited for no more.
 STALL_SECONDS = 2.5
 LEASE_SECONDS = 4

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.fault.pool import DELTAS
 from tests.waits import until
 
 #: Points of a push, in order.
@@ -30,6 +31,11 @@ POINTS = (
     "after commit",
 )
 SIGNALS = ("SIGKILL", "SIGSTOP")
+#: Further points of a push that is a delta; and the last two where no push is under way: a rollback
+#: that takes deltas back in place, and a replica that comes and clones what a delta made.
+COMPARED, CHECKED = "after the comparing", "after the check"
+SCATTER, SCATTERED = "in the scatter", "after the scatter"
+UNDO, CLONE = "in an undo", "in a clone"
 #: No signal: the thread that comes to the point hangs, and its process goes on beating.
 HANG = "HANG"
 #: Nor is this one: the event loop of a replica's agent is held, and its other threads go on.
@@ -73,9 +79,17 @@ class Strike:
         return self.point in SLEEP_POINTS
 
     @property
+    def sends_deltas(self) -> bool:
+        """Whether the base is pushed by deltas."""
+        return ROLES[self.role].sends_deltas
+
+    @property
     def pool_env(self) -> dict[str, str]:
         """For every process of a case."""
-        return {"WEFT_ONE_SIDED_DIR": "/nowhere/at/all"} if ROLES[self.role].over_gloo else {}
+        env = {DELTAS: "1"} if self.sends_deltas else {}
+        return env | (
+            {"WEFT_ONE_SIDED_DIR": "/nowhere/at/all"} if ROLES[self.role].over_gloo else {}
+        )
 
     @property
     def env(self) -> dict[str, str]:
@@ -245,7 +259,7 @@ def _replica(strike: Strike) -> None:
         case "in rendezvous":
             _before(EngineDouble, "join_group", strike)
         case _:
-            _receiving(strike)
+            (_delta_receiver if strike.sends_deltas else _receiving)(strike)
 
 
 def _worker(strike: Strike) -> None:
@@ -260,7 +274,7 @@ def _worker(strike: Strike) -> None:
         case "in rendezvous":
             _before(receiver, "Membership", strike)
         case _:
-            _receiving(strike)
+            (_delta_receiver if strike.sends_deltas else _receiving)(strike)
 
 
 def _loop(strike: Strike) -> None:
@@ -290,7 +304,7 @@ def _receiving(strike: Strike) -> None:
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
-        case "at a bucket":
+        case "at a bucket" | "in a clone":
             _before(incoming_buckets, "start_bucket", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
@@ -300,6 +314,67 @@ def _receiving(strike: Strike) -> None:
             _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
         case "in retire":
             _before(EngineDouble, "retire", strike)
+
+
+def _delta_trainer(strike: Strike) -> None:
+    """Points of a trainer rank that sends a delta."""
+    from trainer_side import delta_selection
+    from trainer_side.deltas.delta_push import DeltaPush
+
+    match strike.point:
+        case "after the comparing":
+            _after(delta_selection, "compare", strike)
+        case "at a bucket":
+            _before(DeltaPush, "changes", strike, lambda self, nth: nth >= BUCKET)
+        case _:
+            _sending_rank(strike)
+
+
+def _delta_receiver(strike: Strike) -> None:
+    """Points of the process that receives a delta, and stages it or reads it in place."""
+    from rollout_side.memory.served_delta import ServedSlot, StagedDelta
+    from rollout_side.receive import incoming_buckets
+    from rollout_side.receive.delta_transfer import DeltaTransfer, ServedDeltaTransfer
+
+    match strike.point:
+        case "at a bucket":
+            _before(incoming_buckets, "start_changes", strike, _count(BUCKET, strike))
+        case "after the check":
+            _after(ServedDeltaTransfer if strike.in_place else DeltaTransfer, "finish", strike)
+        case "in the scatter":
+            _amid(StagedDelta, "apply", strike)
+        case "after the scatter":
+            _after(ServedSlot, "apply", strike)
+        case "in an undo":
+            _amid(StagedDelta, "take_back", strike)
+        case _:  # "in a clone" is a whole one
+            _receiving(strike)
+
+
+def _amid(owner: Any, name: str, strike: Strike) -> None:
+    """Strike where ``name`` has written some of a delta's changes."""
+    write_each, writing = owner._each, getattr(owner, name)
+    inside: list[int] = []
+
+    def each(self: Any, write: Callable[[Any], None]) -> None:
+        last = min(BUCKET, len(self.changes) - 1)
+
+        def wrapped(changes: Any) -> None:
+            if inside and changes is self.changes[last]:
+                strike.maybe()
+            write(changes)
+
+        write_each(self, wrapped)
+
+    def wrapped(self: Any, *args: Any) -> Any:
+        inside.append(1)
+        try:
+            return writing(self, *args)
+        finally:
+            inside.pop()
+
+    owner._each = each
+    setattr(owner, name, wrapped)
 
 
 def _copying(strike: Strike) -> None:
@@ -370,10 +445,11 @@ def _coordinator(strike: Strike) -> None:
 
         _before(driver.Driver, "_carry_out", strike, is_sleep)
         return
-    if strike.point == "inside commit":
+    if strike.point in ("inside commit", UNDO):
+        order = effects.CallSwitch if strike.point == UNDO else effects.CallCommit
 
         def is_commit(self: Any, effect: Any) -> bool:
-            return isinstance(effect, effects.CallCommit)
+            return isinstance(effect, order)
 
         _before(driver.Driver, "_carry_out", strike, is_commit)
         return
@@ -406,10 +482,15 @@ class Role:
     """Of the trainer."""
     max_senders: int = 2
     """How many of them send what they hold."""
+    sends_deltas: bool = False
+    """Whether the base is pushed by deltas."""
 
 
 _FROM_A_BUCKET = POINTS[2:]
 _AND_RETIRE = (*POINTS, RETIRE)
+_OF_A_DELTA = (COMPARED, *POINTS[2:])
+_STAGED = ("at a bucket", CHECKED, "inside commit", "after commit")
+_WRITTEN = ("at a bucket", CHECKED, SCATTER, SCATTERED, UNDO)
 ROLES = {
     "trainer sender": Role("trainer", _trainer),
     "trainer sender, of two": Role("trainer", _sending_rank, POINTS[1:5], num_ranks=2),
@@ -435,6 +516,20 @@ ROLES = {
     "trainer sender, over gloo": Role("trainer", _trainer, POINTS[1:4], over_gloo=True),
     "replica worker, over gloo": Role(VICTIM, _worker, POINTS[1:4], over_gloo=True),
     "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),
+    "trainer sender, delta": Role("trainer", _delta_trainer, _OF_A_DELTA, sends_deltas=True),
+    "trainer rank, delta": Role(
+        "rank-1", _delta_trainer, _OF_A_DELTA, num_ranks=2, sends_deltas=True
+    ),
+    "replica, delta": Role(VICTIM, _replica, (*_STAGED, CLONE), sends_deltas=True),
+    "replica worker, delta": Role(
+        VICTIM, _worker, (CHECKED, "inside commit"), (*SIGNALS, HANG), sends_deltas=True
+    ),
+    "replica, delta in place": Role(
+        VICTIM, _replica, _WRITTEN, (*SIGNALS, HANG), in_place=True, sends_deltas=True
+    ),
+    "coordinator, delta in place": Role(
+        "coordinator", _coordinator, (*_FROM_A_BUCKET, UNDO), in_place=True, sends_deltas=True
+    ),
 }
 #: Those of ``tests.fault.real`` and ``tests.integrations.struck``, with vLLM.
 REAL_ROLES = {"vllm replica": Role(VICTIM, _vllm_replica)}

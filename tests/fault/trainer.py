@@ -9,6 +9,10 @@ one of SIZE, which meet in the file STORE and hold an equal part of each tensor.
 The first SIGINT while a push runs interrupts it as Ctrl-C does; at other times it is ignored. Where
 the environment names a file in WEFT_TEST_ACKNOWLEDGED, each push that has returned adds a line to
 it: policy, version and the digest of what was pushed.
+
+With DELTAS of ``pool`` in the environment the base is pushed by deltas: models differ at every 64th
+element. An answer then names the digest that the rank's copy is of, and the value that is in the
+copy, null where it holds several.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.doubles.replica_weights import BUCKET_BYTES, model
+from tests.doubles.replica_weights import BUCKET_BYTES, STRIDE, model
+from tests.fault.pool import DELTAS
 from trainer_side import Publisher, rollout_sleep
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
@@ -101,13 +106,29 @@ def push(
                 adapter, policy, timeout_seconds=timeout_seconds
             ).version
         else:
-            weights = sharded(model(value)) if dist.is_initialized() else model(value)
-            version = publisher.push_base(weights, timeout_seconds=timeout_seconds).version
+            whole = model(value, STRIDE if DELTAS in os.environ else 1)
+            weights = sharded(whole) if dist.is_initialized() else whole
+            version, report = publisher.push_base(weights, timeout_seconds=timeout_seconds)
+            delta = report.delta
         _acknowledge(version, value, adapter)
         outcome: dict[str, Any] = {"version": version.version}
+        if adapter is None:
+            outcome |= {"delta": delta.is_delta, "why": delta.whole_reason}
     except WeftError as error:
         outcome = {"error": error.reason, "message": error.message}
-    return {**outcome, "began": began, "ended": time.time()}
+    ended = time.time()
+    return {**outcome, **copy_of(publisher), "began": began, "ended": ended}
+
+
+def copy_of(publisher: Publisher) -> dict[str, Any]:
+    """Return what a rank's copy says that it is of, and what it is of; nothing without one."""
+    copy = publisher._pushing._deltas._copy
+    if copy is None or not copy.is_valid:
+        return {}
+    payloads = [copy.payload(nth).view(torch.float32) for nth in range(len(copy._payloads))]
+    value = payloads[0][0]
+    is_one = all(bool(((each == value) | (each == 1)).all()) for each in payloads)
+    return {"copy": copy.content_digest.hex(), "copied": float(value) if is_one else None}
 
 
 def _acknowledge(version: PolicyVersion, value: float, adapter: Path | None) -> None:
@@ -149,6 +170,7 @@ def main() -> None:
         bucket_bytes=BUCKET_BYTES,
         progress=None,
         max_senders=max_senders,
+        delta="always" if DELTAS in os.environ else "never",
     ) as publisher:
         _serve(publisher)
     sys.stdout.flush()

@@ -95,6 +95,6 @@ def test_they_read_deltas_of_served_weights_one_after_the_other(
         made.append(new)
         assert same(engine.tensors(), new)
         assert len(engine.base.run_memory) == 1
-    for former, old in zip(engine.slot.former, reversed(made[:-1]), strict=True):
-        assert engine.slot.go_back(former.transfer_id, former.content_digest)
+    for former, old in zip(engine.slot.reachable, reversed(made[:-1]), strict=True):
+        assert engine.slot.switch_to(former.transfer_id, former.content_digest)
         assert same(engine.tensors(), old)

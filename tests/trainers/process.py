@@ -32,6 +32,7 @@ from trainer_side.pool.peer import SideGroupRank
 from trainer_side.pushes.rank_push import HeldPush
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.manifest import Run
+from weft_rl.transport.wire.changes import packed_places
 
 #: Where a saved model is trained: of several GPUs, each rank has its own.
 DEVICE = torch.device(os.environ.get("WEFT_TEST_DEVICE", "cpu"))
@@ -165,6 +166,22 @@ class Rank:
                 with torch.no_grad():
                     local.fill_(float("nan"))
 
+    def spoil_copy(self, rank: int, is_lost: bool = False) -> None:
+        """One rank's copy of what the pool committed is another, or gone."""
+        assert self._publisher is not None
+        deltas = self._publisher._pushing._deltas
+        if dist.get_rank() != rank:
+            return
+        if is_lost:
+            deltas._copy = None
+        else:
+            assert deltas._copy is not None
+            copy = deltas._copy
+            assert copy.packing.runs is not None
+            runs = copy.packing.runs[0]
+            first = packed_places(runs, copy.packing.itemsizes(runs))[0].at
+            copy.payload(0)[first + 1] ^= 1 << 4
+
     def hold_at(self, bucket: int) -> None:
         """The sender waits before it packs ``bucket`` while the file "held" exists."""
         if dist.get_rank() != 0:
@@ -248,8 +265,24 @@ class Rank:
         _, unknown = self._trainer.model.load_state_dict(torch.load(path), strict=False)
         assert not unknown, unknown
 
+    def nudge(self, stride: int, by: float) -> None:
+        """Add ``by`` to every so many-th element of what this rank holds."""
+        assert self._trainer is not None
+        with torch.no_grad():
+            for param in self._trainer.model.parameters():
+                held = getattr(param, "ds_tensor", param)
+                local = getattr(held, "_local_tensor", held).data
+                if local.is_contiguous():
+                    local.view(-1)[::stride] += by
+                else:
+                    local[::stride] += by
+
     def open(
-        self, max_senders: int | None = None, bucket_bytes: int = 2**14, backend: Any = "auto"
+        self,
+        max_senders: int | None = None,
+        bucket_bytes: int = 2**14,
+        backend: Any = "auto",
+        delta: Any = "never",
     ) -> None:
         """Make a publisher."""
         self._publisher = Publisher(
@@ -259,6 +292,7 @@ class Rank:
             bucket_bytes=bucket_bytes,
             max_senders=max_senders,
             backend=backend,
+            delta=delta,
         )
 
     def push(
@@ -284,6 +318,8 @@ class Rank:
             outcome: dict[str, Any] = {
                 "version": version.version, "source": report.source,
                 "remarks": report.remarks, "backend": report.backend, "slices": self._slices,
+                "is_delta": report.delta.is_delta, "why": report.delta.whole_reason,
+                "copied_bytes": report.delta.memory_bytes, "total_bytes": report.total_bytes,
             }  # fmt: skip
         except (RuntimeError, KeyboardInterrupt) as error:
             outcome = {"error": "", "type": type(error).__name__, "message": str(error)}

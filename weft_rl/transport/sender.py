@@ -250,6 +250,8 @@ class SendingRank:
             self._make(sending)  # while the group still forms
         direction = self._direction
         self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
+        if self.successor is not None:  # where nothing is left to send, nothing else would tell
+            raise MembersLostError
         _tell_progress(sending)
         first = direction.first_bucket
         if first < sending.num_released:

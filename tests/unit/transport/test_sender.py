@@ -196,6 +196,18 @@ def test_the_digest_is_said_once_the_other_senders_parts_are_known(rank: Sending
     assert len(group.reports) == 1
 
 
+def test_a_group_with_all_buckets_is_left_for_the_next_one(rank: SendingRank) -> None:
+    """A sender that stands by sends again: it is a member that the next group waits for."""
+    group, sending, future = _send(rank, Buckets())
+    group.start(first_bucket=NUM_BUCKETS)
+    group.release(NUM_BUCKETS)
+    future.result(10)
+    plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
+    group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
+    with pytest.raises(MembersLostError):
+        rank.send(sending)
+
+
 def test_what_receivers_have_is_made_for_its_digest_and_not_sent(rank: SendingRank) -> None:
     buckets = Buckets()
     group, _, future = _send(rank, buckets)

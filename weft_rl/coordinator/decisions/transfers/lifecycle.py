@@ -37,8 +37,11 @@ JUDGE_AFTER_SECONDS = 0.5
 # A replica does not let this coordinator in: a push that is begun again would find the same.
 _REFUSED = frozenset({"UNAUTHENTICATED", "ROLE_MISSING"})
 # Failures of a receiver with a delta that a push of the whole version need not have: its own copy
-# of the base is gone, is not what it was, or leaves no room.
-_HEALED_BY_WHOLE = frozenset({"DELTA_REFUSED", "DIGEST_MISMATCH", "STAGING_FULL", "NOT_RETAINED"})
+# of the base is gone, is not what it was, or leaves no room; or the runs of the delta are wrong,
+# which each receiver would fail with in its turn.
+_HEALED_BY_WHOLE = frozenset(
+    {"DELTA_REFUSED", "DIGEST_MISMATCH", "INVALID_MANIFEST", "STAGING_FULL", "NOT_RETAINED"}
+)
 
 
 def join_answered(change: Change, event: events.JoinAnswered) -> None:

@@ -319,7 +319,8 @@ def test_a_rollback_waits_for_a_delta_that_is_under_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "reason", ["DELTA_REFUSED", "DIGEST_MISMATCH", "STAGING_FULL", "NOT_RETAINED"]
+    "reason",
+    ["DELTA_REFUSED", "DIGEST_MISMATCH", "INVALID_MANIFEST", "STAGING_FULL", "NOT_RETAINED"],
 )
 @pytest.mark.parametrize("min_replicas", [0, 1])
 def test_a_receiver_that_cannot_apply_it_ends_it_and_nobody_is_lost(
