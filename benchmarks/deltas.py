@@ -71,7 +71,7 @@ def serve(work: Path, elements: int) -> None:
     coordinator = Process("coordinator", args, work, {})
     target = coordinator.line_after("listening on ", 30)
     args = ("-m", "tests.doubles.replica_process", target, "replica-0", str(_NUM_TENSORS),
-            str(elements), "--bfloat16", "--listen", host)  # fmt: skip
+            str(elements), "--bfloat16", "--readable", "--keep", "--listen", host)  # fmt: skip
     replica = Process("replica", args, work, {})
     replica.line(lambda text: text == "ready", 60)
     print(target, flush=True)

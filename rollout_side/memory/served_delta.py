@@ -22,10 +22,11 @@ from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, NotRea
 from weft_rl.contract.manifest import Manifest, Run
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.wire import change_kernels
+from weft_rl.transport.wire import change_kernels, host_changes
 from weft_rl.transport.wire.changes import (
     RunPlace,
     decode_changes,
+    has_host_coder,
     has_kernels,
     run_elements,
     run_sum,
@@ -232,8 +233,11 @@ def stage_delta(
     for number, (runs, payload) in enumerate(payloads):
         report(number)
         sizes = [base.manifest.tensors[run.tensor].meta.dtype.itemsize_bytes for run in runs]
-        read = _read_by_kernels(base, runs, sizes, payload)
-        placed, sums = _read(base, runs, sizes, payload) if read is None else read
+        placed, sums = (
+            _read_by_kernels(base, runs, sizes, payload)
+            or _read_by_host(base, runs, sizes, payload)
+            or _read(base, runs, sizes, payload)
+        )
         changes += placed
         for run, change in zip(runs, sums, strict=True):
             digests[run.tensor] = (digests[run.tensor] + change) % 2**64
@@ -283,17 +287,13 @@ def _read_by_kernels(
     there; else return None."""
     if not has_kernels(payload.device):
         return None
-    key = tuple(runs)
-    memory = base.run_memory.get(key)
-    if memory is None:  # hundreds of tensors take milliseconds
-        memory = _run_memory(base, runs, sizes)
-        base.run_memory.put(key, memory)
-    if memory.first is None:
+    memory = _run_memory(base, tuple(runs), sizes)
+    if memory.first is None or memory.first.data_ptr() % 16:  # which kernels read at once
         return None
     placed, sums = list[PlacedChanges](), list[int]()
     for places in memory.places:
         changes = change_kernels.decode(
-            payload, key, tuple(sizes), memory.first, places, _ALL_MEMORY
+            payload, tuple(runs), tuple(sizes), memory.first, places, _ALL_MEMORY
         )
         try:
             changes.check()
@@ -304,15 +304,39 @@ def _read_by_kernels(
     return placed, sums
 
 
-def _run_memory(base: ServedBase, runs: Sequence[Run], sizes: Sequence[int]) -> RunMemory:
-    """Find the memory of runs of the served weights."""
+def _read_by_host(
+    base: ServedBase, runs: Sequence[Run], sizes: Sequence[int], payload: torch.Tensor
+) -> _Read | None:
+    """Read as ``_read`` does, in C, where every run lies in one piece and nothing is wrong; else
+    return None."""
+    if not has_host_coder(payload.device):
+        return None
+    memory = _run_memory(base, tuple(runs), sizes)
+    if memory.first is None or any(run.num_elements >= 2**32 for run in runs):
+        return None
+    try:
+        listed = host_changes.read(payload, runs, sizes, memory.first, memory.places)
+    except DigestMismatchError:
+        return None  # ``_read`` names the tensor
+    return [listed], listed.sums
+
+
+def _run_memory(base: ServedBase, runs: tuple[Run, ...], sizes: Sequence[int]) -> RunMemory:
+    """Return the memory of runs of the served weights, which is found once: for hundreds of tensors
+    that takes milliseconds."""
+    memory = base.run_memory.get(runs)
+    if memory is None:
+        memory = _find_memory(base, runs, sizes)
+        base.run_memory.put(runs, memory)
+    return memory
+
+
+def _find_memory(base: ServedBase, runs: Sequence[Run], sizes: Sequence[int]) -> RunMemory:
     of_runs = [base.places(run.tensor) for run in runs]
     for run, found in zip(runs, of_runs, strict=True):
         if not all(place.begin <= run.first and run.end <= place.end for place in found):
             return RunMemory(None, ())
     first = min((p.bits for found in of_runs for p in found), key=lambda bits: bits.data_ptr())
-    if first.data_ptr() % 16:  # which kernels read at once
-        return RunMemory(None, ())
 
     def place_of(run: Run, size: int, place: ElementPlace) -> RunPlace:
         at = place.bits.data_ptr() - first.data_ptr() + (run.first - place.begin) * size

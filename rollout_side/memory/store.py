@@ -6,6 +6,7 @@ them out. Nothing here knows vLLM.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
-from rollout_side.memory.segment import Memory, Segment, SegmentPool
+from rollout_side.memory.segment import MARGIN_BYTES, Memory, Segment, SegmentPool
 from rollout_side.memory.served_delta import ServedSlot, StagedDelta
 from rollout_side.memory.versions import (
     AdapterEntry,
@@ -26,6 +29,7 @@ from rollout_side.memory.versions import (
     ServedBase,
     StagedHandle,
     StagedVersion,
+    bucket_starts,
     is_adapter,
 )
 from weft_rl.contract.errors import (
@@ -36,6 +40,8 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
 from weft_rl.progress import OnProgress, ignore_progress
+
+_log = logging.getLogger(__name__)
 
 
 def check_adapter_room(
@@ -189,6 +195,8 @@ class WorkerStore:
     base_copies: int = 0
     memory: Memory = field(default_factory=Memory)
     num_ranks: int = 1
+    writes_copies: bool = False
+    """True if copies of the base are written to a spill directory: then deltas change a copy."""
     threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
     """Threads of this process that receive, load or send."""
     handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)
@@ -233,6 +241,7 @@ class WorkerStore:
             if not adapter:  # retained bases give way, oldest first
                 room = self.staging_capacity_bytes - self._num_waiting_bytes() - num_bytes
                 self._segments.put(*self._bases.give_way(room, self._segments.is_lent))
+                self.served.bound(room - self._bases.num_bytes)
             self._check_room(num_bytes, adapter=adapter)
             self._reservations.add(transfer_id, num_bytes, clone=clone)
             segment = self._segments.take(num_bytes, self.memory.place(adapter=adapter))
@@ -283,12 +292,22 @@ class WorkerStore:
                 self._last_adapter_bytes = staged.num_bytes
 
     def _check_room_for(self, delta: StagedDelta) -> None:
-        room = self.staging_capacity_bytes - self._num_waiting_bytes()
+        room = self._undo_room()
         if delta.num_bytes > room:
             raise CapacityError(
                 f"{delta.version} changes elements that take {delta.num_bytes:,} bytes beside the "
                 f"weights, and {max(0, room):,} of --staging-memory-gib are left"
             )
+
+    def _undo_room(self) -> int:
+        """Return the bytes that are left for what takes deltas back: of a GPU's memory also
+        ``MARGIN_BYTES`` less than is free."""
+        room = self.staging_capacity_bytes - self._num_waiting_bytes() - self._bases.num_bytes
+        base = self.served.base
+        if base is not None and base.takes_deltas and base.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(base.device)
+            room = min(room, self.served.undo_bytes + free_bytes - MARGIN_BYTES)
+        return room
 
     def _free(self, staged: StagedVersion | StagedDelta | None) -> None:
         """Let the memory of a staged version be used again."""
@@ -380,7 +399,7 @@ class WorkerStore:
             base = self._staged.pop(transfer_id, None)
             base = base or self._bases.of_transfer(transfer_id)
             if isinstance(base, StagedDelta):  # the slot keeps what takes it back
-                self.served.bound(self.staging_capacity_bytes - self._num_waiting_bytes())
+                self.served.bound(self._undo_room())
             elif base is not None:
                 if base.received is not None:
                     base.received.forget(0)  # changes that it came as; it is not received again
@@ -388,9 +407,42 @@ class WorkerStore:
 
     def pin_bases(self, versions: Iterable[int]) -> None:
         """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
-        ``base_copies`` are dropped."""
+        ``base_copies`` are dropped. The served base is copied first, where no copy is held and
+        the replica holds any: blocks for that."""
+        versions = tuple(versions)
         with self._lock:
+            base = self.served.base
+            if base is not None and base.version.version in versions:
+                self._copy_served(base)
             self._segments.put(*self._bases.pin(versions))
+
+    def _copy_served(self, base: ServedBase) -> None:
+        """Copy the served base to the host, unless a copy is held, or bases are loaded in place.
+        Blocks. Without room no copy is made, and a warning says so."""
+        if self.memory.in_place or self._bases.of_version(base.version) is not None:
+            return
+        num_bytes = base.manifest.wire_bytes
+        room = self.staging_capacity_bytes - self._num_waiting_bytes() - num_bytes
+        self._segments.put(*self._bases.give_way(room, self._segments.is_lent))
+        try:
+            self._check_room(num_bytes, adapter=False)
+            segment = self.memory.allocate(num_bytes, adapter=True)
+        except CapacityError as error:
+            _log.warning("no copy of %s is kept: %s", base.version, error)
+            return
+        for bucket, start in enumerate(bucket_starts(base.manifest)):
+            base.payload(bucket, segment.data[start:])
+        if torch.cuda.is_available():  # where the weights are read
+            torch.cuda.current_stream().synchronize()
+        copy = StagedVersion(
+            base.transfer_id,
+            base.version,
+            base.manifest,
+            segment,
+            base.content_digest,
+            tensor_digests=base.tensor_digests,
+        )
+        self._segments.put(*self._bases.keep(copy))
 
     def retained_bases(self) -> tuple[int, ...]:
         """Return the base versions that are held here: the served one, where it can be read, then
@@ -429,7 +481,9 @@ class WorkerStore:
         """
         with self._lock:
             base = self.served.base
-            return base if base is not None and base.version == version else self.held(version)
+            if base is not None and base.version == version:
+                return self._bases.of_version(version) or base
+            return self.held(version)
 
     def retained(self, version: PolicyVersion) -> SendableVersion:
         """Return what ``sendable`` returns, or a base that can be switched to in place, which
@@ -463,20 +517,25 @@ class WorkerStore:
             reason="DELTA_REFUSED",
         )
 
-    def served_of_content(self, layout_digest: bytes, content_digest: bytes) -> ServedBase:
-        """Return the served base if it has this content and takes deltas where it lies.
+    def base_for_delta(self, layout_digest: bytes, content_digest: bytes) -> SendableVersion:
+        """Return the served base, if it has this content and takes deltas where it lies, else a
+        held copy that has it.
 
         Raises:
-            NotReadyError: ``DELTA_REFUSED``: it has not, or does not.
+            NotReadyError: ``DELTA_REFUSED``: there is none.
         """
-        base = self.base_of_content(layout_digest, content_digest)
-        if base is self.served.base and base.takes_deltas:
-            return base
-        raise NotReadyError(
-            f"{base.version} does not lie in the engine as plain copies of its tensors, or lies in "
-            "parts at several ranks: a delta cannot be applied there. Push the version whole",
-            reason="DELTA_REFUSED",
-        )
+        base, served = self.base_of_content(layout_digest, content_digest), self.served.base
+        if served is not None and served.takes_deltas and not self.writes_copies:
+            own = served.manifest.layout_digest, served.content_digest
+            base = served if own == (layout_digest, content_digest) else base
+        if isinstance(base, ServedBase) and not base.takes_deltas:
+            raise NotReadyError(
+                f"{base.version} does not lie in the engine as plain copies of its tensors, or "
+                "lies in parts at several ranks: a delta cannot be applied there. Push the version "
+                "whole",
+                reason="DELTA_REFUSED",
+            )
+        return base
 
     @contextmanager
     def lend(self, find: Callable[[], SendableVersion]) -> Iterator[SendableVersion]:
@@ -508,6 +567,8 @@ class WorkerStore:
             base = self.served.base
             if base is not None and self._segments.is_lent(base):
                 return False
+            if keep_newest and base is not None:
+                self._copy_served(base)
             self.served.fall_asleep()
             if keep_newest:
                 self._bases.move_newest(lambda size: self.memory.allocate(size, adapter=True))

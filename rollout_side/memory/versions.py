@@ -128,6 +128,8 @@ class StagedVersion:
     """At most one tensor: the copy of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
     """At most one tensor: the copy that ``own_bytes`` returns next."""
+    tensor_digests: tuple[int, ...] = ()
+    """Digests of its tensors, in the manifest's order; empty where they are not known."""
 
     @property
     def num_bytes(self) -> int:

@@ -523,7 +523,8 @@ class StagingTransfer:
         """
         partial = self._partial
         self._copy_to_segment()
-        digest = content_digest(self._tensor_digests())
+        digests = self._tensor_digests()
+        digest = content_digest(digests)
         self._store.put_staged(
             StagedVersion(
                 partial.transfer_id,
@@ -533,6 +534,7 @@ class StagingTransfer:
                 digest,
                 partial,
                 self._device_copy,
+                tensor_digests=tuple(digests),
             )
         )
         return digest

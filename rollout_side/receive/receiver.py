@@ -18,7 +18,7 @@ from functools import partial
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore, WorkingThreads
-from rollout_side.memory.versions import PartialTransfer, is_adapter
+from rollout_side.memory.versions import PartialTransfer, ServedBase, is_adapter
 from rollout_side.receive.delta_transfer import DeltaTransfer, ServedDeltaTransfer
 from rollout_side.receive.incoming_buckets import (
     IncomingTransfer,
@@ -287,7 +287,7 @@ class GroupReceiver:
         in_place = self._store.memory.in_place and not is_adapter(version)
         if prepare.send_plan.delta_from:
             transfer = self._prepare_delta(
-                membership, prepare.transfer_id, version, fetched, planned, allocating, in_place
+                membership, prepare.transfer_id, version, fetched, planned, allocating
             )
         elif in_place:
             if prepare.carries_runs:  # the coordinator refuses it at begin
@@ -353,7 +353,6 @@ class GroupReceiver:
         fetched: Callable[[], Manifest],
         planned: Callable[[Manifest], SendPlan],
         on_progress: OnProgress,
-        in_place: bool,
     ) -> IncomingTransfer:
         """Make ready to receive a delta of a base that is held here."""
         store = self._store
@@ -361,22 +360,26 @@ class GroupReceiver:
         manifest = fetched() if found is None else found.manifest
         plan = planned(manifest)
         content = manifest.layout_digest, plan.delta_from
-        find = store.served_of_content if in_place else store.base_of_content
         verifying = partial(membership.progress.report, pb.ACTIVITY_VERIFYING, transfer_id)
-        memory = store.memory
-        warm(memory.device if in_place else memory.place(adapter=False))  # before all has come
         try:
             with ExitStack() as stack:
                 # Before memory is reserved: other copies give way to a push, this one does not.
-                base = stack.enter_context(store.lend(lambda: find(*content)))
-                if in_place:
+                base = stack.enter_context(store.lend(lambda: store.base_for_delta(*content)))
+                is_where_it_lies = isinstance(base, ServedBase) and base.takes_deltas
+                memory = store.memory
+                warm(memory.device if is_where_it_lies else memory.place(adapter=False))
+                if is_where_it_lies:
                     own = found or PartialTransfer.of_changes(
                         transfer_id, self._trainer_id, manifest
                     )
                     return ServedDeltaTransfer(
                         store, version, own, plan, base, stack.pop_all(), verifying
                     )
-                own = found or self._reserved(transfer_id, version, manifest, plan, on_progress)
+                if found is None or not found.segment.num_bytes:
+                    own = self._reserved(transfer_id, version, manifest, plan, on_progress)
+                    own.verified.extend(found.verified if found is not None else ())
+                else:
+                    own = found
                 return DeltaTransfer(store, version, own, plan, base, stack.pop_all(), verifying)
         except BaseException:
             if found is not None:

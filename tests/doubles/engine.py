@@ -30,7 +30,7 @@ from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.segment import Memory
 from rollout_side.memory.served_delta import StagedDelta
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import ElementPlace, ServedBase, tensor_in
+from rollout_side.memory.versions import ElementPlace, ServedBase, StagedVersion, tensor_in
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
@@ -85,7 +85,9 @@ class EngineDouble:
     ) -> None:
         self._keep_base = keep_base
         self.tracer = tracer
-        #: Whether what was loaded in place can be read back, to be cloned.
+        #: Whether tensors lie in two pieces of the weights, and not in one.
+        self.lies_in_two = True
+        #: Whether what was loaded can be read back, to be cloned and changed by deltas.
         self._is_readable = is_readable
         metas = make_metas(weights, CastRule(enabled=False))
         self.reference = Reference("Model", metas)
@@ -293,9 +295,12 @@ class EngineDouble:
             self.store.served.apply(staged)
             self.store.keep_base(transfer_id)
             return SwitchTimes(pause_seconds=0.001)
+        self.store.served.set(None)
         if self._keep_base:
             self.base = {name: tensor.clone() for name, tensor in staged.tensors()}
         self.dirty_reason = ""
+        if self._is_readable:
+            self._set_served(staged, staged.tensor_digests, content_digest)
         self.store.keep_base(transfer_id)
         return SwitchTimes(pause_seconds=0.001)
 
@@ -342,23 +347,29 @@ class EngineDouble:
             raise
         self.dirty_reason = ""
         if self._is_readable:
-            handoff = load.handoff
-            manifest, of = handoff.manifest, (handoff.transfer_id, handoff.version)
-            served = ServedBase(
-                *of,
-                manifest,
-                content_digest,
-                partial(self._read, manifest),
-                tuple(handoff.tensor_digests),
-                partial(self._places, manifest),
-            )
-            self.store.served.set(served)
+            self._set_served(load.handoff, load.handoff.tensor_digests, content_digest)
         return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
 
+    def _set_served(
+        self, loaded: Handoff | StagedVersion, digests: Sequence[int], content_digest: bytes
+    ) -> None:
+        manifest = loaded.manifest
+        served = ServedBase(
+            loaded.transfer_id,
+            loaded.version,
+            manifest,
+            content_digest,
+            partial(self._read, manifest),
+            tuple(digests),
+            partial(self._places, manifest),
+        )
+        self.store.served.set(served)
+
     def _places(self, manifest: Manifest, tensor: int) -> list[ElementPlace]:
-        """Where a tensor's elements lie: in two pieces, as a fused layer has them."""
-        bits = self.base[manifest.tensors[tensor].meta.name].view(-1).view(torch.int32)
-        middle = len(bits) // 2
+        """Where a tensor's elements lie: one behind the other, in one piece or two."""
+        own = self.base[manifest.tensors[tensor].meta.name].view(-1)
+        bits = own.view({2: torch.int16, 4: torch.int32}[own.itemsize])
+        middle = len(bits) // 2 if self.lies_in_two else 0
         halves = (0, middle), (middle, len(bits))
         return [ElementPlace(begin, end, bits[begin:end]) for begin, end in halves if begin < end]
 

@@ -57,6 +57,8 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     settings: dict[str, Any] = (
         {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
     )
+    if "--readable" in sys.argv:
+        settings["is_readable"] = True
     if "--sleeps" in sys.argv:
         settings |= {"gpu_uuids": ("GPU-a",), "can_sleep": True}
     tracer = NO_TRACER
@@ -71,6 +73,8 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         base_copies=1,
         **settings,
     )
+    if isinstance(engine, EngineDouble):
+        engine.lies_in_two = "--readable" not in sys.argv
     listen = "127.0.0.1:0"
     if "--listen" in sys.argv:
         listen = f"{sys.argv[sys.argv.index('--listen') + 1]}:0"

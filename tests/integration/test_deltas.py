@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer_side.deltas import choice
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.push_request import DeltaUsage, PushReport
 from weft_rl.cli.orders import pin, rollback
-from weft_rl.contract.errors import NotReadyError
+from weft_rl.contract.errors import NotFoundError, NotReadyError
 from weft_rl.contract.manifest import Run, make_send_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
@@ -189,6 +190,57 @@ def test_replicas_that_load_in_place_apply_deltas_where_they_serve_and_go_back(
     pool.add_replica("replica-9", late)
     until(lambda: is_ready(pool, "replica-9"))
     assert same(late.base, weights(model))
+
+
+@pytest.fixture
+def readable(pool: Pool) -> EngineDouble:
+    """Engine of a replica that stages bases, holds a copy of one, and whose weights can be read."""
+    engine = EngineDouble(weights(Model()), base_copies=1, is_readable=True)
+    pool.add_replica("replica-0", engine)
+    return engine
+
+
+def holds_copy(engine: EngineDouble, version: int) -> bool:
+    """Return whether an engine's replica holds a copy of a version of the base."""
+    with suppress(NotFoundError):
+        return bool(engine.store.held(PolicyVersion("base", version)))
+    return False
+
+
+def test_replicas_that_stage_apply_deltas_where_they_serve_too(
+    pool: Pool, readable: EngineDouble, publisher: Publisher
+) -> None:
+    """A delta takes no memory for another copy; the last copy is kept until a push needs it."""
+    model, made = Model(seed=1), list[dict[str, torch.Tensor]]()
+    for number in range(4):
+        report = publisher.push_base(model).report
+        assert same(readable.base, weights(model))
+        assert report.delta.is_delta is (number > 0), report.delta
+        made.append(weights(model))
+        step(model)
+    usage = readable.store.usage()
+    assert (usage.retained_bases, usage.undo_bases) == ((4, 1), (3, 2))
+    assert not holds_copy(readable, 4)
+    assert usage.staging_bytes < 2 * report.total_bytes
+    late = EngineDouble(weights(Model()), base_copies=1)
+    pool.add_replica("replica-9", late)
+    until(lambda: is_ready(pool, "replica-9"))
+    assert same(late.base, made[3])
+    pool.remove_replica("replica-9")
+    for version in (3, 1, 4):
+        rollback("base", version, coordinator=pool.target, timeout=20)
+        assert same(readable.base, made[version - 1])
+    # What is pinned is copied; so all that was pushed since leaves it.
+    pin("base@4", coordinator=pool.target)
+    until(lambda: holds_copy(readable, 4))
+    for _ in range(2):
+        publisher.push_base(model)
+        step(model)
+    publisher.close()
+    with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048, delta="never") as other:
+        other.push_base(model)
+    rollback("base", 4, coordinator=pool.target, timeout=20)
+    assert same(readable.base, made[3])
 
 
 def test_a_delta_to_replicas_of_both_kinds_is_one_version(

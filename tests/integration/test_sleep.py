@@ -292,6 +292,29 @@ def test_discarded_weights_come_back_from_what_the_replica_has(
     assert all(torch.equal(engines[0].base[name], expected[name]) for name in expected)
 
 
+def test_discarded_weights_that_a_delta_made_come_back_from_a_copy_of_them(
+    pool: Pool, engines: list[EngineDouble]
+) -> None:
+    """No other replica has what was served."""
+    for number in range(2):
+        pool.remove_replica(f"replica-{number}")
+    engine = EngineDouble(
+        weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True, base_copies=1, is_readable=True
+    )
+    pool.add_replica("replica-0", engine)
+    until(lambda: pool.agents["replica-0"].is_ready)
+    model = Model()
+    with Publisher(pool.target, trainer_id="trainer-a", delta="always") as publisher:
+        publisher.push_base(model)
+        with torch.no_grad():
+            model.embed.weight[0] += 1
+        assert publisher.push_base(model).report.delta.is_delta
+        with publisher.rollouts_asleep(level=2):
+            pass
+    until(lambda: pool.agents["replica-0"].is_ready)
+    assert all(torch.equal(engine.base[name], own) for name, own in weights(model).items())
+
+
 def test_without_a_copy_it_is_sent_one_before_it_is_routed_to(
     pool: Pool, engines: list[EngineDouble], publisher: Publisher
 ) -> None:

@@ -81,12 +81,9 @@ def test_they_read_deltas_of_served_weights_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second time, the memory of the runs is known."""
-    engine = Engine()
-    engine.places[0] = [(0, 384, 16)]
-    for number, tensor in enumerate(engine.tensors()):
-        for begin, end, at in engine.places[number]:
-            engine.memory[at : at + end - begin] = tensor.view(-1)[begin:end]
+    engine = Engine(in_one_piece=True)
     monkeypatch.setattr(served_delta, "has_kernels", lambda device: True)
+    monkeypatch.setattr(served_delta, "has_host_coder", lambda device: False)
     monkeypatch.setattr(served_delta, "_read", None)
     made = [engine.tensors()]
     for number in (2, 3):

@@ -185,6 +185,8 @@ class WeftWorker:
         state.copy_plans = apply_base(
             self, staged, state.reference, plans, state.report_progress, state.drafted
         )
+        if state.receiver is not None:
+            served.set(served_base(state, staged, content_digest, staged.tensor_digests))
         has_draft = state.brings_draft(staged.manifest)
         return {"load_seconds": time.perf_counter() - begin, "has_draft": has_draft}
 
@@ -238,7 +240,9 @@ class WeftWorker:
         finally:
             state.store.handoff.forget(transfer_id)
             state.load = load if load.is_running else None
-        state.store.served.set(served_base(state, load.handoff, content_digest))
+        loaded = load.handoff
+        served = served_base(state, loaded, content_digest, loaded.tensor_digests)
+        state.store.served.set(served)
         has_draft = state.brings_draft(load.handoff.manifest)
         return {"load_seconds": seconds, "has_draft": has_draft}
 

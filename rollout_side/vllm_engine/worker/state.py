@@ -10,7 +10,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankServer
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import ServedBase
+from rollout_side.memory.versions import ServedBase, StagedVersion
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
@@ -263,6 +263,7 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: Collect
     if settings.spill is not None:
         folder = SpillFolder(settings.spill, state.reference.fingerprint)
         state.spiller = Spiller(store, folder, settings.base_copies)
+        store.writes_copies = True
     writer = HoldingsWriter(settings.holdings_path)
     state.report = HoldingsReport(writer, partial(usage_of, state))
     state.report.start()
@@ -416,21 +417,26 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
     return load
 
 
-def served_base(state: WorkerState, handoff: Handoff, content_digest: bytes) -> ServedBase | None:
-    """Return a base that was loaded in place, for clones from the engine's parameters; None if
-    they do not hold all its bytes unchanged."""
-    manifest = handoff.manifest
+def served_base(
+    state: WorkerState,
+    loaded: Handoff | StagedVersion,
+    content_digest: bytes,
+    tensor_digests: Sequence[int],
+) -> ServedBase | None:
+    """Return a base that was loaded, for clones and deltas of the engine's parameters; None if they
+    do not hold all its bytes unchanged."""
+    manifest = loaded.manifest
     own = (plan for plan in state.copy_plans if plan.layout_digest == manifest.layout_digest)
     plan = next(own, None)
     if plan is None or not plan.is_readable:
         return None
     takes_deltas = state.store.num_ranks == 1 and plan.is_contiguous
     return ServedBase(
-        handoff.transfer_id,
-        handoff.version,
+        loaded.transfer_id,
+        loaded.version,
         manifest,
         content_digest,
         plan.read_bucket,
-        tuple(handoff.tensor_digests) if takes_deltas else (),
+        tuple(tensor_digests) if takes_deltas else (),
         plan.places,
     )

@@ -302,12 +302,21 @@ typedef struct {
   uint64_t seen[BLOCK / 64];
 } Places;
 
+// Changes as they are listed: of each the place in its run, and its bits before and after. The bits
+// of a run begin at a multiple of 8 bytes.
+typedef struct {
+  int64_t num, num_bytes;
+  uint32_t *at;
+  uint8_t *olds, *news;
+} Listed;
+
 typedef struct {
   const Run *run;
   uint8_t *data;
   const uint64_t *columns;
   uint64_t sum, change;
   int writes;
+  Listed *listed;  // NULL where none are
 } Target;
 
 static inline void change(Target *to, int64_t index, int is_given, uint64_t value) {
@@ -319,6 +328,13 @@ static inline void change(Target *to, int64_t index, int is_given, uint64_t valu
     uint64_t own = weighed(run, index, to->columns);
     to->sum += own * old;
     to->change += own * (value - old);
+    if (to->listed) {
+      Listed *listed = to->listed;
+      listed->at[listed->num++] = (uint32_t)index;
+      memcpy(listed->olds + listed->num_bytes, &old, run->size);
+      memcpy(listed->news + listed->num_bytes, &value, run->size);
+      listed->num_bytes += run->size;
+    }
   } else {
     memcpy(at, &value, run->size);
   }
@@ -358,30 +374,34 @@ static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t 
     for (int64_t i = 0; i < far; i++)
       if (places->seen[places->far[i] >> 6] >> (places->far[i] & 63) & 1) return TWICE;
   }
-  in.at = signs;
-  for (int64_t i = 0; i < near; i++)
-    change(to, begin + places->near[i], 0, get(&in, 1) ? (uint64_t)-1 : 1);
+  Reader near_signs = {body, signs, 32 * words};
   in.at = codes;
-  for (int64_t i = 0; i < far; i++) {
+  for (int64_t i = 0, j = 0; i < near || j < far;) {
+    if (j == far || (i < near && places->near[i] < places->far[j])) {
+      change(to, begin + places->near[i++], 0, get(&near_signs, 1) ? (uint64_t)-1 : 1);
+      continue;
+    }
+    int64_t at = begin + places->far[j++];
     uint64_t code = get(&in, 4);
     if (code == 15) return NO_STEP;
     if (code == LITERAL) {
       if (!given--) return GIVEN;
-      change(to, begin + places->far[i], 1, load(body + rest, (int)size));
+      change(to, at, 1, load(body + rest, (int)size));
       rest += size;
     } else {
-      change(to, begin + places->far[i], 0, code < LITERAL ? code + 2 : 6 - code);
+      change(to, at, 0, code < LITERAL ? code + 2 : 6 - code);
     }
   }
   return given ? GIVEN : FINE;
 }
 
 // Read a payload against memory that holds the old elements, and overwrite them if `writes`: only
-// after it was read. Tells what each run's digest changes by. Returns what is wrong, with the run in
-// `*wrong_run`.
+// after it was read. Tells what each run's digest changes by, and lists the changes, with where each
+// run's end in `ends`, unless `at` is NULL. Returns what is wrong, with the run in `*wrong_run`.
 int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64_t num_runs,
-               const uint64_t *columns, uint8_t *data, int writes, uint64_t *changes,
-               int64_t *wrong_run, void *scratch) {
+               const uint64_t *columns, uint8_t *data, int writes, uint64_t *changes, uint32_t *at,
+               uint8_t *olds, uint8_t *news, int64_t *ends, int64_t *wrong_run, void *scratch) {
+  Listed listed = {0, 0, at, olds, news};
   int64_t num_blocks = 0, nth = 0;
   for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
   int64_t head_bytes = 8 * (num_runs + num_blocks), num_words = 0;
@@ -402,7 +422,8 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
   if (num_bytes != (head_bytes + 4 * num_words + 255) / 256 * 256) return LENGTH;
   nth = 0;
   for (int64_t i = 0; i < num_runs; i++) {
-    Target to = {&runs[i], data, columns, 0, 0, writes};
+    Target to = {&runs[i], data, columns, 0, 0, writes, at ? &listed : 0};
+    listed.num_bytes = (listed.num_bytes + 7) / 8 * 8;
     *wrong_run = i;
     for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
       uint64_t head = load(heads + 8 * nth, 8);
@@ -416,6 +437,30 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
     if (i + 1 == num_runs && are_set(body, payload + num_bytes)) return NOT_ZERO;
     if (to.sum != load(payload + 8 * i, 8)) return OTHER;
     changes[i] = to.change;
+    if (at) ends[i] = listed.num;
   }
   return FINE;
+}
+
+static inline void write_run(const Run *run, const uint32_t *at, int64_t num, const uint8_t *values,
+                             uint8_t *data, int size) {
+  for (int64_t i = 0; i < num; i++)
+    memcpy(data + run->at + elements_to(at[i], run->place_row, run->place_stride) * size,
+           values + i * size, size);
+}
+
+// Write the listed elements of runs: those before, or those after.
+void weft_write(const Run *runs, int64_t num_runs, const uint32_t *at, const uint8_t *values,
+                const int64_t *ends, uint8_t *data) {
+  int64_t begin = 0;
+  for (int64_t i = 0; i < num_runs; begin = ends[i++]) {
+    int64_t num = ends[i] - begin;
+    switch (runs[i].size) {
+      case 1: write_run(&runs[i], at + begin, num, values, data, 1); break;
+      case 2: write_run(&runs[i], at + begin, num, values, data, 2); break;
+      case 4: write_run(&runs[i], at + begin, num, values, data, 4); break;
+      default: write_run(&runs[i], at + begin, num, values, data, 8);
+    }
+    values += (num * runs[i].size + 7) / 8 * 8;
+  }
 }

@@ -33,6 +33,7 @@ __all__ = [
     "are_comparable",
     "decode_changes",
     "encode_changes",
+    "has_host_coder",
     "has_kernels",
     "join_changes",
     "joined_bytes",
@@ -54,7 +55,7 @@ _compiling = threading.Lock()
 def warm(device: torch.device) -> None:
     """Compile what codes the changes of tensors on a device, before a push waits for it; returns at
     once."""
-    works = has_kernels if device.type == "cuda" else _has_host_coder
+    works = has_kernels if device.type == "cuda" else has_host_coder
     own = torch.empty(0, device=device).device  # its number, which tensors there have
     threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=True).start()
 
@@ -68,7 +69,9 @@ def has_kernels(device: torch.device) -> bool:
         return change_kernels.works(device)
 
 
-def _has_host_coder(device: torch.device) -> bool:
+def has_host_coder(device: torch.device) -> bool:
+    """Return whether a device is the host's processor, and the coder in C works there. Blocks for
+    half a second the first time, while that is compiled."""
     return device.type == "cpu" and host_changes.works()
 
 
@@ -100,7 +103,7 @@ def start_encoding(
         runs: Runs that lie in them.
         itemsizes: Bytes of an element of each run.
     """
-    if _has_host_coder(old.device):
+    if has_host_coder(old.device):
         coded = host_changes.encode(old, new, runs, itemsizes)
         return lambda: coded
     if has_kernels(old.device):
@@ -145,7 +148,7 @@ def are_comparable(
         return False
     if old.is_cuda:
         return has_kernels(old.device) and change_kernels.are_aligned(old, new, runs, itemsizes)
-    return _has_host_coder(old.device)
+    return has_host_coder(old.device)
 
 
 def apply_changes(
@@ -183,7 +186,7 @@ def start_applying(
     written before. A GPU reads meanwhile, on the calling thread's current stream."""
     if not has_kernels(data.device):
         apply = change_coding.apply_changes
-        apply = host_changes.apply if _has_host_coder(data.device) else apply
+        apply = host_changes.apply if has_host_coder(data.device) else apply
         return partial(apply, payload, runs, itemsizes, data, places)
     decoded = change_kernels.decode(payload, tuple(runs), tuple(itemsizes), data, tuple(places))
 

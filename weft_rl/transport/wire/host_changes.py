@@ -22,6 +22,7 @@ import torch
 from weft_rl.contract.manifest import Run, align_up
 from weft_rl.transport.digests.weights import HOST, column_weights
 from weft_rl.transport.wire.change_coding import (
+    BLOCK_ELEMENTS,
     EncodedChanges,
     RunPlace,
     head_bytes,
@@ -80,6 +81,7 @@ def _library() -> ctypes.CDLL | None:
         _log.info("deltas are coded by torch, for there is no C compiler that works: %s", why)
         return None
     library.weft_encode.restype = library.weft_scratch_bytes.restype = ctypes.c_int64
+    library.weft_write.restype = None
     return library
 
 
@@ -126,31 +128,133 @@ def apply(
     places: Sequence[RunPlace],
 ) -> list[int]:
     """Overwrite elements once all old ones were found to be there; see ``apply_changes``."""
-    library = _library()
-    assert library is not None, "it works"
     for run, size, place in zip(runs, itemsizes, places, strict=True):
         rows = (run.num_elements - 1) // place.row * (place.stride - place.row) * bool(place.stride)
         end = place.at + (rows + run.num_elements) * size
         assert 0 <= place.at <= end <= data.numel(), "a run lies beside its memory"
+    found = [_apply(payload, runs, itemsizes, data, places, writes) for writes in (False, True)]
+    return found[0]
+
+
+class ListedChanges:
+    """Changes of a bucket that were read from a payload, beside what they would change.
+
+    Args:
+        runs, itemsizes: Runs of the bucket.
+        data: Memory that the places begin from.
+        places: Place of each run there; once more for each time that they lie there.
+        at: Places in their runs, uint32 in the memory of an int32.
+        olds, news: Bits, uint8; of each run from a multiple of 8 bytes on.
+        ends: Of each run, the end of its changes; int64.
+        sums: Number that the digest of each run changes by, modulo 2**64.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        itemsizes: Sequence[int],
+        data: torch.Tensor,
+        places: Sequence[Sequence[RunPlace]],
+        at: torch.Tensor,
+        olds: torch.Tensor,
+        news: torch.Tensor,
+        ends: torch.Tensor,
+        sums: list[int],
+    ) -> None:
+        self._tables = [_table(runs, itemsizes, each, [0] * len(runs)) for each in places]
+        self._data, self._at, self._olds, self._news, self._ends = data, at, olds, news, ends
+        self.sums = sums
+        self.num_bytes = at.nbytes + olds.nbytes + news.nbytes
+        """Memory of the lists, kept as long as this is."""
+
+    def apply(self) -> None:
+        """Write the new values; blocks."""
+        self._write(self._news)
+
+    def undo(self) -> None:
+        """Write the former values where the new ones were written; blocks."""
+        self._write(self._olds)
+
+    def _write(self, values: torch.Tensor) -> None:
+        library = _library()
+        assert library is not None, "it works"
+        for table in self._tables:
+            library.weft_write(
+                _at(table),
+                ctypes.c_int64(len(table)),
+                _at(self._at),
+                _at(values),
+                _at(self._ends),
+                _at(self._data),
+            )
+
+
+def read(
+    payload: torch.Tensor,
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+    data: torch.Tensor,
+    places: Sequence[Sequence[RunPlace]],
+) -> ListedChanges:
+    """Read changes, and the elements that they change; write nothing.
+
+    Args:
+        data: Memory that the places begin from, which may end before they do. Kept.
+        places: Places of the runs there, of less than 2**32 elements each; once more for each time
+            that they lie there.
+
+    Raises:
+        DigestMismatchError: See ``apply_changes``.
+    """
+    most = _most_changes(payload, runs)
+    at = torch.empty(most, dtype=torch.int32)
+    olds, news = torch.empty(2, most * max(itemsizes) + 8 * len(runs), dtype=torch.uint8)
+    ends = torch.empty(len(runs), dtype=torch.int64)
+    lists = (at, olds, news, ends)
+    sums = _apply(payload, runs, itemsizes, data, places[0], False, lists)
+    return ListedChanges(runs, itemsizes, data, places, *lists, sums)
+
+
+def _most_changes(payload: torch.Tensor, runs: Sequence[Run]) -> int:
+    """Return the most changes that a payload lists: of a raw block, those of a block."""
+    begin = 8 * len(runs)
+    end = max(begin, min(len(payload) // 8 * 8, head_bytes(runs)))
+    headers = payload[begin:end].view(torch.int64)
+    near, far = headers & 0xFFFF, (headers >> 16) & 0xFFFF
+    return int(torch.where(near == 0xFFFF, BLOCK_ELEMENTS, near + far).sum())
+
+
+def _apply(
+    payload: torch.Tensor,
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+    data: torch.Tensor,
+    places: Sequence[RunPlace],
+    writes: bool,
+    lists: Sequence[torch.Tensor] | None = None,
+) -> list[int]:
+    library = _library()
+    assert library is not None, "it works"
     table, scratch = _table(runs, itemsizes, places, [0] * len(runs)), _scratch(library)
     changes, wrong_run = torch.empty(len(runs), dtype=torch.int64), ctypes.c_int64()
-    for writes in (0, 1):
-        wrong = library.weft_apply(
-            _at(payload),
-            ctypes.c_int64(payload.numel()),
-            _at(table),
-            ctypes.c_int64(len(runs)),
-            _at(column_weights(HOST)),
-            _at(data),
-            ctypes.c_int(writes),
-            _at(changes),
-            ctypes.byref(wrong_run),
-            _at(scratch),
-        )
-        if wrong == _OTHER_BASE:
-            raise not_the_base(runs[wrong_run.value])
-        if wrong:
-            raise malformed(_WRONG[wrong])
+    listed = [None] * 4 if lists is None else [_at(each) for each in lists]
+    wrong = library.weft_apply(
+        _at(payload),
+        ctypes.c_int64(payload.numel()),
+        _at(table),
+        ctypes.c_int64(len(runs)),
+        _at(column_weights(HOST)),
+        _at(data),
+        ctypes.c_int(writes),
+        _at(changes),
+        *listed,
+        ctypes.byref(wrong_run),
+        _at(scratch),
+    )
+    if wrong == _OTHER_BASE:
+        raise not_the_base(runs[wrong_run.value])
+    if wrong:
+        raise malformed(_WRONG[wrong])
     return [change % 2**64 for change in changes.tolist()]
 
 

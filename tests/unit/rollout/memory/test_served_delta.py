@@ -28,9 +28,10 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 class Engine:
-    """Weights: the first tensor lies in two parts, with room between; the second lies twice."""
+    """Weights: the first tensor lies in two parts, with room between, or in one; the second lies
+    twice."""
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = 1, *, in_one_piece: bool = False) -> None:
         torch.manual_seed(seed)
         self.memory = torch.zeros(1000)
         self.places = {
@@ -38,6 +39,8 @@ class Engine:
             1: [(0, 100, 500), (0, 100, 700)],
             2: [(0, 7, 900)],
         }
+        if in_one_piece:
+            self.places[0] = [(0, 384, 16)]
         self.slot = ServedSlot(threading.RLock())
         tensors = [torch.randn(shape) for shape in SHAPES]
         for number, tensor in enumerate(tensors):
@@ -117,11 +120,12 @@ def same(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
 COLUMNS = [Run(0, 0, 8, 24, 16), Run(0, 8, 16, 24, 16), Run(1, 0, 50), Run(1, 50, 50), Run(2, 0, 7)]
 
 
+@pytest.mark.parametrize("in_one_piece", [False, True])
 @pytest.mark.parametrize("runs", [(), COLUMNS])
 def test_nothing_is_written_before_it_is_applied_and_all_can_be_taken_back(
-    runs: Sequence[Run],
+    runs: Sequence[Run], in_one_piece: bool
 ) -> None:
-    engine = Engine()
+    engine = Engine(in_one_piece=in_one_piece)
     made = [engine.tensors()]
     for number in (2, 3, 4):
         new = changed(made[-1], number)
