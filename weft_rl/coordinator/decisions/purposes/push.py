@@ -174,10 +174,25 @@ class Push(Purpose):
             raise mismatch.error()
         if not fits:
             return "preflight"
+        self._count_passed_over(change, transfer, replicas, passed_over)
         take_over(change, free, transfer)
         transfer = replace(transfer, lost=tuple(full), losses=full)
         self._start(change, transfer, free)
         return ""
+
+    def _count_passed_over(
+        self,
+        change: Change,
+        transfer: Transfer,
+        replicas: Sequence[Replica],
+        names: Collection[str],
+    ) -> None:
+        """Count, at each replica, the deltas in a row that have passed it over."""
+        for replica in replicas:
+            is_one = bool(transfer.delta_from) and replica.replica_id in names
+            count = replica.num_passed_over + 1 if is_one else 0
+            if count != replica.num_passed_over:
+                change.put_replica(replace(replica, num_passed_over=count))
 
     def _too_late(
         self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]

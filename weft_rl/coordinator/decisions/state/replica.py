@@ -137,6 +137,8 @@ class Replica:
     ``vector``, ``retained``, ``undoable`` and ``spilled``, and are dropped."""
     checkpoint: Checkpoint = NOT_TOLD
     """Checkpoint that it was started with."""
+    num_passed_over: int = 0
+    """Deltas that began without it, one after the other, since it lacked their base."""
     refusing: str = ""
     """Reason why it refuses new requests, as it said last; empty while it is open."""
     order_number: int = 0

@@ -246,10 +246,15 @@ def check_group(
                 raise _in_no_order(replica)
 
 
+#: Deltas in a row that pass over a replica that has still to catch up.
+_MOST_PASSED_OVER = 3
+
+
 def why_no_delta(state: PoolState, replicas: Collection[Replica]) -> str:
     """Explain why replicas cannot take a delta of the served base; empty if they can.
 
-    A replica that has still to catch up stands in nobody's way: a delta passes it over.
+    A replica that has still to catch up stands in nobody's way: a delta passes it over. After a few
+    it needs a version that is sent whole, for pushes may come faster than a clone.
     """
     if not state.vector.base:
         return "the pool serves base@0, which was not pushed"
@@ -261,6 +266,8 @@ def why_no_delta(state: PoolState, replicas: Collection[Replica]) -> str:
     for replica, why in refusals:
         if why and not is_joining(state, replica):
             return why
+        if why and replica.num_passed_over >= _MOST_PASSED_OVER:
+            return f"{why}, and {replica.num_passed_over} deltas have passed it over"
     return refusals[0][1] if all(why for _, why in refusals) else ""
 
 

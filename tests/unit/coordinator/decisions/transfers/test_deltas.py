@@ -232,6 +232,20 @@ def test_a_joining_replica_without_the_base_is_passed_over_and_catches_up() -> N
     assert {look.replica_id for look in m.look_ups()} == {"r1", "r2"}
 
 
+def test_a_replica_that_many_deltas_passed_over_is_sent_the_next_version_whole() -> None:
+    """Pushes may come faster than a clone: then it would never catch up."""
+    m = _pool("r0")
+    m.register("r1")
+    for _ in range(3):
+        assert not _why(m.state)
+        ticket = m.run_to(Phase.COMMITTED, "base", send_plan=_plan())
+        assert m.transfer(ticket).targets == ("r0",)
+    why = "r1 holds no copy of base@4, and 3 deltas have passed it over"
+    assert _refusal(m) == _why(m.state) == why
+    assert m.transfer(m.begin("base")).targets == ("r0", "r1")
+    assert m.state.replicas["r1"].num_passed_over == 0
+
+
 def test_a_joining_replica_that_holds_the_base_takes_part() -> None:
     """It retains a copy, say, and its engine is broken."""
     m = _pool()
