@@ -196,14 +196,15 @@ def test_what_a_delta_made_is_verified_by_its_tensors_and_answers(
     with Publisher(
         pool.target, trainer_id="trainer", timeout_seconds=60, delta="always"
     ) as publisher:
-        publisher.push_base(model)
-        before = [ask(url, MODEL_NAME) for url in pool.urls]
+        version, _ = publisher.push_base(model)
+        answers = [[ask(url, MODEL_NAME) for url in pool.urls]]
         for _ in range(2):
             with torch.no_grad():
                 for parameter in model.parameters():
                     changed = torch.rand(parameter.shape) < 0.02
                     parameter[changed] *= 1.5
             report = publisher.push_base(model).report
+            answers.append([ask(url, MODEL_NAME) for url in pool.urls])
             assert report.delta.is_delta, report.delta
             assert report.sent_bytes < report.total_bytes / 10
             assert report.num_replicas == 2
@@ -213,7 +214,9 @@ def test_what_a_delta_made_is_verified_by_its_tensors_and_answers(
     for replica in found["parts"][0]["replicas"]:
         assert replica["tensors"].keys() == {"equal"}
         assert replica["parity"]["ok"]
-    assert [ask(url, MODEL_NAME) for url in pool.urls] != before
+    assert answers[0] != answers[2]
+    rollback("base", version.version + 1, coordinator=pool.target, timeout=60)
+    assert [ask(url, MODEL_NAME) for url in pool.urls] == answers[1]
 
 
 def test_the_bytes_that_replicas_were_started_with_are_no_other_base(
