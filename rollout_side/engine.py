@@ -177,6 +177,8 @@ class MemoryUsage:
     """Base versions with a held copy, last used first."""
     undo_bases: tuple[int, ...] = ()
     """Base versions that the served one can be switched to in place, nearest first."""
+    takes_deltas: bool = False
+    """True if the served base takes deltas where it lies, whether or not a copy is held."""
     pinned_base_bytes: int = 0
     """Bytes of the pinned copies of bases."""
     spilled: tuple[HeldVersion, ...] = ()

@@ -305,9 +305,11 @@ class Publisher:
             tensors: An iterator of every weight as (checkpoint name, full tensor), a mapping, or a
                 function that makes one of these: in any order, each tensor on any device and copied
                 before the next is asked for, so its memory may be used again then. Given at every
-                rank, in step, or at rank 0 alone (None elsewhere).
+                rank, in step, or at rank 0 alone (None elsewhere). What one rank gives in a dict,
+                a list or a tuple is read where it lies, and may be sent as a delta.
             metadata: Names in the order of ``tensors``, each with something that has its
-                shape and dtype; needed where a replica loads a base in place.
+                shape and dtype; needed where a replica loads a base in place, but not of a
+                collection that one rank gives.
             draft: True if the tensors of the model that drafts tokens are among them: layers for
                 multi-token prediction by their checkpoint names, another model's by its own behind
                 "draft_model.". Otherwise they are left out, unless ``metadata`` lists them.

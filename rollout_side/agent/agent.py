@@ -296,6 +296,7 @@ class Agent:
             version_vector=vector,
             retained_base_versions=memory.retained_bases,
             undo_base_versions=memory.undo_bases,
+            takes_deltas=memory.takes_deltas,
             spilled_versions=frozenset(copy.version for copy in memory.spilled),
             dirty_reason=serving.mixed_reason,
             base_as_started=serving.is_as_started(vector.base),

@@ -27,6 +27,7 @@ from rollout_side.memory.messages import (
     Arrived,
     Buffers,
     Complete,
+    Follow,
     Layout,
     Loaded,
     LoadRequest,
@@ -594,10 +595,17 @@ class RankServer:
     Args:
         secret: Secret that the replica's ranks know, and nobody else.
         find: Returns the hand-off queue of a transfer that is loaded in place.
+        follow: Keeps the connection of a rank whose weights take deltas; blocks until it is not
+            used any more.
     """
 
-    def __init__(self, secret: str, find: Callable[[str], HandoffQueue | None]) -> None:
-        self._find, self._handshake = find, Handshake(secret.encode())
+    def __init__(
+        self,
+        secret: str,
+        find: Callable[[str], HandoffQueue | None],
+        follow: Callable[[RankConnection, Follow], None],
+    ) -> None:
+        self._find, self._follow, self._handshake = find, follow, Handshake(secret.encode())
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(address_of(secret))
         listening.listen(socket.SOMAXCONN)
@@ -632,8 +640,12 @@ class RankServer:
         try:
             if not connection.poll(_HELLO_SECONDS):
                 raise NotReadyError("a rank has connected and said nothing")
-            wanted = connection.hear(LoadRequest)
+            wanted = connection.hear(LoadRequest, Follow)
+            assert isinstance(wanted, LoadRequest | Follow), "it has heard one or the other"
             connection.name_peer(f"rank {wanted.rank} of the replica")
+            if isinstance(wanted, Follow):
+                self._follow(connection, wanted)
+                return
             handoff = self._find(wanted.transfer_id)
             if handoff is None:
                 raise NotReadyError(

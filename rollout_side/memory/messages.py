@@ -85,7 +85,71 @@ class Failed:
         return error_from_reason(self.reason, self.message, {})
 
 
-Message = LoadRequest | Layout | Buffers | Arrived | Working | Loaded | Complete | Failed
+@dataclass(frozen=True)
+class Follow:
+    """First message of a rank whose weights take deltas: the elements that lie there."""
+
+    rank: int
+    layout_digest: Annotated[bytes, 32]
+    counts: Annotated[tuple[int, ...], MAX_TENSORS]
+    """Shards of each tensor."""
+    shards: tuple[int, ...]
+    """The four numbers of each shard."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Delta that a rank is to read against its weights."""
+
+    transfer_id: Annotated[str, 1_024]
+    version: Annotated[str, 1_024]
+    base: Annotated[bytes, 32]
+    """Content digest of the base that it changes."""
+    runs: tuple[int, ...]
+    """The five numbers of each run."""
+    counts: tuple[int, ...]
+    """Runs of each payload."""
+    sizes: tuple[int, ...]
+    """Bytes of each payload."""
+    ref: SegmentRef
+    """Payloads, one behind the other; not there any more after ``RankSums``."""
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """Answer to ``Offered``: sums of what lies at the rank; see ``HeldChanges``."""
+
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Digests of the version that the delta makes at all ranks: the rank is to keep its part."""
+
+    content_digest: Annotated[bytes, 32]
+    digests: Annotated[tuple[int, ...], MAX_TENSORS]
+
+
+@dataclass(frozen=True)
+class KeptDelta:
+    """Answer to ``Settled``: the rank can apply it at the commit."""
+
+
+Message = (
+    LoadRequest
+    | Layout
+    | Buffers
+    | Arrived
+    | Working
+    | Loaded
+    | Complete
+    | Failed
+    | Follow
+    | Offered
+    | RankSums
+    | Settled
+    | KeptDelta
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +188,7 @@ def unpacked(value: type[_T], content: bytes) -> _T:
 
 MESSAGES: Final = Codec[Message](
     b"WEFR",
-    3,
+    4,
     dict(enumerate(typing.get_args(Message), 1)),
 )
 

@@ -266,7 +266,7 @@ def _read(
             here, bits = place.read(elements)
             old[here] = bits
         if run_sum(run, own.positions, old, size) != own.old_sum:
-            raise _not_the_base(base, run)
+            raise not_the_base(base, run)
         new = own.new_values(old)
         sums.append(run_sum(run, own.positions, new, size) - own.old_sum)
         if len(elements):
@@ -334,7 +334,7 @@ def _run_memory(base: ServedBase, runs: tuple[Run, ...], sizes: Sequence[int]) -
 def _find_memory(base: ServedBase, runs: Sequence[Run], sizes: Sequence[int]) -> RunMemory:
     of_runs = [base.places(run.tensor) for run in runs]
     for run, found in zip(runs, of_runs, strict=True):
-        if not all(place.begin <= run.first and run.end <= place.end for place in found):
+        if not all(place.holds(run) for place in found):
             return RunMemory(None, ())
     first = min((p.bits for found in of_runs for p in found), key=lambda bits: bits.data_ptr())
 
@@ -352,7 +352,8 @@ def _find_memory(base: ServedBase, runs: Sequence[Run], sizes: Sequence[int]) ->
     return RunMemory(first.view(torch.uint8), tuple(times))
 
 
-def _not_the_base(base: ServedBase, run: Run) -> DigestMismatchError:
+def not_the_base(base: ServedBase, run: Run) -> DigestMismatchError:
+    """Return the refusal of changes whose old elements are not those of a base."""
     name = base.manifest.tensors[run.tensor].meta.name
     return DigestMismatchError(
         f"tensor {name!r} of {base.version} is not the one that was changed: the weights here are "
@@ -370,6 +371,7 @@ class ServedSlot:
         self._asleep: ServedBase | None = None
         self._applied: list[StagedDelta] = []
         self._taken_back: list[StagedDelta] = []
+        self._before: tuple[str, bytes] = "", b""
         #: None while there is none.
         self.base: ServedBase | None = None
 
@@ -414,9 +416,18 @@ class ServedSlot:
         Raises:
             NotReadyError, LoadFailedError: See ``StagedDelta.apply``.
         """
+        self._note()
         self._apply(delta)
         with self._lock:
             self._taken_back.clear()
+
+    def _note(self) -> None:
+        base = self.base
+        self._before = ("", b"") if base is None else (base.transfer_id, base.content_digest)
+
+    def switch_back(self) -> bool:
+        """Switch to what was served before the last switch; see ``switch_to``."""
+        return self.switch_to(*self._before)
 
     def _apply(self, delta: StagedDelta) -> None:
         with self._lock:
@@ -436,6 +447,7 @@ class ServedSlot:
             LoadFailedError: It failed, and the base is the one before, unless metadata says
                 ``dirty``.
         """
+        self._note()
         wanted = (transfer_id, content_digest)
         older = [(delta.base.transfer_id, delta.base.content_digest) for delta in self._applied]
         later = [(delta.made.transfer_id, delta.made.content_digest) for delta in self._taken_back]
@@ -465,13 +477,14 @@ class ServedSlot:
         with self._lock:
             self._taken_back.pop()
 
-    def bound(self, room_bytes: int) -> None:
-        """Forget kept elements beyond so many bytes, and beyond ``MOST_UNDO`` deltas: of the oldest
-        bases first, then of the newest that were gone back from."""
+    def bound(self, room_bytes: int, most: int | None = None) -> None:
+        """Forget kept elements beyond so many bytes, and beyond so many deltas (``MOST_UNDO``): of
+        the oldest bases first, then of the newest that were gone back from."""
+        most = MOST_UNDO if most is None else min(most, MOST_UNDO)
         with self._lock:
             while kept := self._applied or self._taken_back:
                 num_deltas = len(self._applied) + len(self._taken_back)
-                if self.undo_bytes <= room_bytes and num_deltas <= MOST_UNDO:
+                if self.undo_bytes <= room_bytes and num_deltas <= most:
                     return
                 kept.pop(0)
 

@@ -18,6 +18,7 @@ import torch
 
 from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
+from rollout_side.memory.rank_deltas import RankFollowers
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, Segment, SegmentPool
 from rollout_side.memory.served_delta import ServedSlot, StagedDelta
 from rollout_side.memory.versions import (
@@ -214,6 +215,8 @@ class WorkerStore:
         self._reservations = Reservations(self._lock)
         #: The engine's own weights, as they can be sent from here.
         self.served = ServedSlot(self._lock)
+        #: The replica's other ranks, as far as their weights take deltas.
+        self.followers = RankFollowers(lambda: self.num_ranks)
 
     # -- the receiver's side ------------------------------------------------
 
@@ -399,11 +402,25 @@ class WorkerStore:
             base = self._staged.pop(transfer_id, None)
             base = base or self._bases.of_transfer(transfer_id)
             if isinstance(base, StagedDelta):  # the slot keeps what takes it back
-                self.served.bound(self._undo_room())
+                self.keep_delta(transfer_id)
             elif base is not None:
                 if base.received is not None:
                     base.received.forget(0)  # changes that it came as; it is not received again
                 self._segments.put(*self._bases.keep(base))
+
+    def keep_delta(self, transfer_id: str, *, most: int | None = None) -> int:
+        """Let go of what a delta came as, once every rank has applied it; keep what leads back, as
+        far as there is room. Return the number of versions within reach.
+
+        Args:
+            most: Keep no more than so many: as many as every rank does.
+        """
+        with self._lock:
+            staged = self._staged.get(transfer_id)
+            if isinstance(staged, StagedDelta):
+                del self._staged[transfer_id]
+            self.served.bound(self._undo_room(), most)
+            return len(self.served.reachable)
 
     def pin_bases(self, versions: Iterable[int]) -> None:
         """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
@@ -449,7 +466,7 @@ class WorkerStore:
         copies, last used first."""
         with self._lock:
             base = self.served.base
-            own = [base.version.version] if base is not None else []
+            own = [base.version.version] if base is not None and base.is_whole else []
             return (*own, *(v for v in self._bases.versions if v not in own))
 
     def undo_bases(self) -> tuple[int, ...]:
@@ -481,7 +498,7 @@ class WorkerStore:
         """
         with self._lock:
             base = self.served.base
-            if base is not None and base.version == version:
+            if base is not None and base.is_whole and base.version == version:
                 return self._bases.of_version(version) or base
             return self.held(version)
 
@@ -493,7 +510,9 @@ class WorkerStore:
             NotFoundError: No copy is held.
         """
         with self._lock:
-            reachable = (base for base in self.served.reachable if base.version == version)
+            served = [] if self.served.base is None else [self.served.base]
+            found = (*served, *self.served.reachable)
+            reachable = (base for base in found if base.version == version)
             return next(reachable, None) or self.sendable(version)
 
     def base_of_content(self, layout_digest: bytes, content_digest: bytes) -> SendableVersion:
@@ -525,17 +544,24 @@ class WorkerStore:
             NotReadyError: ``DELTA_REFUSED``: there is none.
         """
         base, served = self.base_of_content(layout_digest, content_digest), self.served.base
-        if served is not None and served.takes_deltas and not self.writes_copies:
+        if served is not None and self.takes_deltas() and not self.writes_copies:
             own = served.manifest.layout_digest, served.content_digest
             base = served if own == (layout_digest, content_digest) else base
-        if isinstance(base, ServedBase) and not base.takes_deltas:
+        if isinstance(base, ServedBase) and not self.takes_deltas():
             raise NotReadyError(
-                f"{base.version} does not lie in the engine as plain copies of its tensors, or "
-                "lies in parts at several ranks: a delta cannot be applied there. Push the version "
-                "whole",
+                f"{base.version} does not lie in the engine as plain copies of its tensors, at "
+                "each rank: a delta cannot be applied there. Push the version whole",
                 reason="DELTA_REFUSED",
             )
         return base
+
+    def takes_deltas(self) -> bool:
+        """Return whether the served base takes deltas where it lies: here and at all other ranks of
+        the replica."""
+        base = self.served.base
+        if base is None or not base.takes_deltas:
+            return False
+        return self.num_ranks == 1 or self.followers.take_deltas(base)
 
     @contextmanager
     def lend(self, find: Callable[[], SendableVersion]) -> Iterator[SendableVersion]:
@@ -578,15 +604,26 @@ class WorkerStore:
 
     # -- the engine's side --------------------------------------------------
 
-    def handle(self, transfer_id: str) -> StagedHandle:
-        """Return the handle by which another worker adopts a staged version, or a retained base.
+    def handle(self, transfer_id: str) -> StagedHandle | None:
+        """Return the handle by which another worker adopts a staged version, or a retained base;
+        None where it has it already.
 
         Raises:
             NotReadyError: Nothing is staged for the transfer.
         """
+        if self.is_at_every_rank(transfer_id):
+            return None
         found = self._find(transfer_id)
-        assert isinstance(found, StagedVersion), "a delta is of the only rank"
+        assert isinstance(found, StagedVersion), "of a delta each rank has its own part"
         return found.handle()
+
+    def is_at_every_rank(self, transfer_id: str) -> bool:
+        """Return whether each rank has its own part of a version, in its memory or its weights."""
+        with self._lock:
+            base = self.served.base
+            known = [*self.served.reachable, *([] if base is None else [base])]
+            is_delta = isinstance(self._staged.get(transfer_id), StagedDelta)
+            return is_delta or transfer_id in [each.transfer_id for each in known]
 
     def adopt(self, handle: StagedHandle) -> None:
         """Map a version that another worker of this machine has staged."""
@@ -652,6 +689,7 @@ class WorkerStore:
                 staged_transfer_ids=tuple(sorted(transfer_ids)),
                 retained_bases=self.retained_bases(),
                 undo_bases=self.undo_bases(),
+                takes_deltas=self.takes_deltas(),
             )
 
     def _find(self, transfer_id: str) -> StagedVersion | StagedDelta:

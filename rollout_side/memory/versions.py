@@ -43,24 +43,60 @@ class ElementPlace(NamedTuple):
     """Element of the tensor behind the last that lies there."""
     bits: torch.Tensor
     """1-D view of the weights there, as integers of the element's size."""
+    row: int = 0
+    """Elements of a row, of rows of the tensor of which a part lies there; 0 where all elements
+    between the two do."""
+    stride: int = 0
+    """Elements from the beginning of one row to that of the next."""
 
-    def read(self, elements: torch.Tensor) -> tuple[slice, torch.Tensor]:
+    @property
+    def shard(self) -> ElementShard:
+        """Elements that lie there."""
+        return ElementShard(self.begin, self.end, self.row, self.stride)
+
+    def read(self, elements: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
         """Return which of some elements lie here, and their bits.
 
         Args:
             elements: Indices in the tensor, ascending; int64, on the device of the weights.
         """
-        here = self._here(elements)
-        return here, self.bits[elements[here] - self.begin]
+        here = self.here(elements)
+        return here, self.bits[self._at(elements[here])]
 
     def write(self, elements: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite those of some elements that lie here; see ``read``."""
-        here = self._here(elements)
-        self.bits[elements[here] - self.begin] = values[here]
+        here = self.here(elements)
+        self.bits[self._at(elements[here])] = values[here]
 
-    def _here(self, elements: torch.Tensor) -> slice:
+    def holds(self, run: Run) -> bool:
+        """Return whether all elements of a run lie here, in one piece."""
+        return not self.row and self.begin <= run.first and run.end <= self.end
+
+    def here(self, elements: torch.Tensor) -> slice | torch.Tensor:
+        """Return which of some elements lie here: a slice, or their indices."""
         bounds = torch.tensor([self.begin, self.end], device=elements.device)
-        return slice(*torch.searchsorted(elements, bounds).tolist())
+        within = slice(*torch.searchsorted(elements, bounds).tolist())
+        if not self.row:
+            return within
+        in_row: torch.Tensor = (elements[within] - self.begin) % self.stride < self.row
+        found: torch.Tensor = in_row.nonzero().view(-1) + within.start
+        return found
+
+    def _at(self, elements: torch.Tensor) -> torch.Tensor:
+        places = elements - self.begin
+        if not self.row:
+            return places
+        rows = torch.div(places, self.stride, rounding_mode="floor")
+        return places - rows * (self.stride - self.row)
+
+
+class ElementShard(NamedTuple):
+    """Elements of a tensor: all from ``begin`` to ``end``, or ``row`` of each ``stride``."""
+
+    begin: int
+    end: int
+    row: int
+    stride: int
 
 
 class RunMemory(NamedTuple):
@@ -78,8 +114,9 @@ _MAX_RUN_MEMORIES = 64
 
 @dataclass(frozen=True)
 class ServedBase:
-    """Base that the engine serves, read back from the engine. It exists if the base was loaded by
-    plain copies and no copy was kept; it is gone with the next load."""
+    """Base that the engine serves, read back from the engine: whole, or one rank's part of it. It
+    exists if the base was loaded by plain copies and no copy was kept; it is gone with the next
+    load."""
 
     transfer_id: str
     version: PolicyVersion
@@ -92,16 +129,26 @@ class ServedBase:
     places: Callable[[int], Sequence[ElementPlace]] = field(
         default=lambda tensor: (), repr=False, compare=False
     )
-    """Function that returns the places of a tensor's elements: each element has one or more."""
+    """Function that returns the places of a tensor's elements: each element that lies here has one
+    or more."""
     run_memory: LruMapping[tuple[Run, ...], RunMemory] = field(
         default_factory=lambda: LruMapping(_MAX_RUN_MEMORIES), repr=False, compare=False
     )
     """Memory of runs whose changes were read; of all versions that deltas make of it."""
+    is_whole: bool = field(default=True, compare=False)
+    """True if all elements lie here, so that it can be sent."""
+
+    @property
+    def shards(self) -> tuple[tuple[ElementShard, ...], ...]:
+        """Elements of each tensor that lie here, in the order of ``places``."""
+        every = range(len(self.manifest.tensors))
+        return tuple(tuple(place.shard for place in self.places(tensor)) for tensor in every)
 
     @property
     def device(self) -> torch.device:
         """Device of the weights; only of a base that ``takes_deltas``."""
-        return self.places(0)[0].bits.device
+        every = range(len(self.manifest.tensors))
+        return next(p.bits.device for tensor in every for p in self.places(tensor))
 
     @property
     def takes_deltas(self) -> bool:

@@ -166,13 +166,12 @@ class ServedDeltaTransfer(DeltaTransfer):
             partial = self._partial
             device = self._base.device
             try:
-                staged = stage_delta(
-                    self._base,
-                    partial.transfer_id,
-                    self._version,
-                    ((each.runs, _changes(each).to(device)) for each in partial.verified),
-                    self._report,
-                )
+                payloads = ((each.runs, _changes(each).to(device)) for each in partial.verified)
+                of = self._base, partial.transfer_id, self._version
+                if self._store.num_ranks == 1:
+                    staged = stage_delta(*of, payloads, self._report)
+                else:
+                    staged = self._store.followers.stage(*of, [*payloads], self._report, check)
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
                     f"{device} has no room to keep what {self._version} changes: {error}"

@@ -32,7 +32,7 @@ class TwoRankDouble(EngineDouble):
         super().__init__(weights, **settings | {"is_readable": False})
         self.store.num_ranks = 2
         name = secrets.token_hex(8)
-        self._server = RankServer(name, self.store.handoff.of)
+        self._server = RankServer(name, self.store.handoff.of, self.store.followers.serve)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}

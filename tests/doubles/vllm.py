@@ -96,6 +96,8 @@ class FakeEngine:
             "weft_discard": {"changed": False, "kept": False},
             "weft_loaded": {"load_seconds": 2.0, "has_draft": False},
             "weft_apply_base": {"has_draft": False},
+            "weft_keep_base": {"num_undo": 0},
+            "weft_take_back": {"transfer_id": "", "content_digest": b""},
             "weft_sleep": {"is_free": True},
         }
         value = values.get(method, {})

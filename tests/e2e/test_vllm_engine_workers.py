@@ -32,6 +32,8 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_load_in_place", ("t-unknown", "base@1"), "was not prepared here"),
     ("weft_loaded", ("t-unknown", b""), "is not loaded in place here"),
     ("weft_keep_base", (), "TypeError"),
+    ("weft_bound_undo", (), "TypeError"),
+    ("weft_take_back", (), "TypeError"),
     ("weft_pin_bases", (1,), "TypeError"),
     ("weft_held", ("base", 99), "no copy of base@99"),
     ("weft_digest", (), "TypeError"),

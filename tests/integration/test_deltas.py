@@ -406,6 +406,33 @@ def test_merged_adapters_are_compared_as_they_are_merged(
     )
 
 
+@pytest.mark.parametrize("collect", [dict, list, tuple])
+def test_named_tensors_in_a_collection_are_compared(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher, collect: Callable[[Any], Any]
+) -> None:
+    model, reports = Model(seed=1), list[PushReport]()
+    for order in (1, -1, 1):
+        given = collect([*weights(model).items()][::order])
+        reports.append(publisher.push_tensors(given).report)
+        assert all(same(engine.base, weights(model)) for engine in engines)
+        step(model)
+    assert [report.delta.is_delta for report in reports] == [False, True, True]
+    # It is the layout that the model itself is pushed in.
+    assert publisher.push_base(model).report.delta.is_delta
+    assert all(same(engine.base, weights(model)) for engine in engines)
+
+
+def test_named_tensors_of_an_iterator_are_sent_whole(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    model = Model(seed=1)
+    for _ in range(2):
+        report = publisher.push_tensors(iter(weights(model).items())).report
+        assert report.delta.whole_reason == "what is pushed can be read only once"
+        assert all(same(engine.base, weights(model)) for engine in engines)
+        step(model)
+
+
 def test_auto_leaves_a_fast_backend_alone_and_keeps_no_copy(
     pool: Pool, engines: list[EngineDouble]
 ) -> None:

@@ -43,7 +43,7 @@ class TwoRanks(EngineDouble):
         super().__init__(base, in_place=True, loads_in_place=False)
         self.store.num_ranks = 2
         self.secret = secrets.token_hex(8)
-        self.ranks = RankServer(self.secret, self.store.handoff.of)
+        self.ranks = RankServer(self.secret, self.store.handoff.of, self.store.followers.serve)
         self.other = OtherRank(dict(base))
         self.other_load: InPlaceLoad | None = None
 

@@ -496,11 +496,13 @@ def test_a_replica_that_loads_in_place_must_know_the_order(
     pool.add_replica("replica-0", staged)
     pool.add_replica("replica-1", in_place)
     with pytest.raises(UnsupportedError, match=r"'replica-1' loads .* \(metadata=\)"):
-        publisher.push_tensors(pairs_of(1))
+        publisher.push_tensors(iter(pairs_of(1)))
     order = pairs_of(1, 3)
     meta = [(name, tensor.to("meta")) for name, tensor in order]
     publisher.push_tensors(iter(order), metadata=meta)
     assert served([staged, in_place], 1)
+    publisher.push_tensors(pairs_of(2, 5))  # all are there, and are looked at beforehand
+    assert served([staged, in_place], 2)
 
 
 def test_survivors_get_the_rest_though_it_cannot_be_read_again(

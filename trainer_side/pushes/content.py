@@ -48,7 +48,13 @@ from trainer_side.sources.file_source import (
     file_states,
 )
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
+from trainer_side.sources.named_source import (
+    Metadata,
+    NamedSteps,
+    OrderedSource,
+    RunSource,
+    collected_source,
+)
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import Adapter, CastRule, Source, reading
 from weft_rl.checkpoints.digest_cache import FileState
@@ -626,7 +632,11 @@ class NamedBase:
             return FollowedPush(self.steps), None
         backend = target.backends[0]
         push: RankPush
-        if self.metadata is None:
+        collection = self.steps.collection
+        if self.metadata is None and collection is not None:
+            source = collected_source(collection, reference(), self.cast, self.draft)
+            push = packings.weights_push(source, backend)
+        elif self.metadata is None:
             arriving = RunSource(self.steps, reference(), self.cast, self.draft)
             push = packings.announced_push(arriving, backend)
         else:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.params import check_readable
+from trainer_side.params.params import WholeParams, check_readable
 from trainer_side.ranks.ranks import Ranks
-from trainer_side.sources.source import CastRule, Source, make_metas
+from trainer_side.sources.source import CastRule, ParamsSource, Source, make_metas
+from trainer_side.sources.tied_heads import are_equal
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -75,6 +76,12 @@ class NamedSteps:
         self._flags = 0
         self.num_tensors = 0
         """Number of tensors that were taken from the iterator."""
+
+    @property
+    def collection(self) -> NamedTensors | None:
+        """The named tensors, if they are all there at once, and no other rank takes part; else
+        None."""
+        return self._given if self._ranks.size == 1 and is_collection(self._given) else None
 
     @property
     def can_begin_again(self) -> bool:
@@ -510,3 +517,66 @@ class OrderedSource(Source):
                 f"{self._steps.num_tensors} tensors of {len(self._order)}"
             )
         return None
+
+
+# -- named tensors that lie in a collection --------------------------------------
+
+
+def is_collection(given: object) -> bool:
+    """Return whether named tensors lie in a dict, a list or a tuple: all are there, and each can be
+    read at any time."""
+    return isinstance(given, dict | list | tuple)
+
+
+def collected_source(
+    given: NamedTensors, reference: Reference, cast: bool, draft: bool = False
+) -> ParamsSource:
+    """Return a source of named tensors that lie in a collection, in the reference's order. Reads
+    none but tied duplicates.
+
+    Args:
+        given: A collection; its tensors are kept by reference.
+        others: See ``RunSource``.
+
+    Raises:
+        InvalidManifestError: They are not exactly the reference's tensors, tied duplicates aside.
+        InvalidRequestError: An entry is no pair of a name and a tensor that is here whole.
+        UnsupportedError: The pool takes no model that drafts tokens.
+    """
+    _check_draft(reference, draft)
+    metas = reference.tensors + (reference.draft if draft else ())
+    wanted = {meta.name: meta for meta in metas}
+    found: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
+    for item in _begin(given):
+        name, tensor = _pair(item)
+        name = _known_name(name, wanted)
+        if name not in wanted and _is_for_drafts(name, reference):
+            continue
+        if name in found or name in others:
+            raise InvalidManifestError(f"{name!r} came twice")
+        (found if name in wanted else others)[name] = tensor
+        if name in wanted:
+            check_tensor(name, tensor, wanted[name], cast=cast)
+    by_shape = TiedTensors(metas)
+    for name, tensor in others.items():
+        _check_tied(name, tensor, {of: found.get(of) for of in by_shape.candidates(tensor.shape)})
+    check_base([wanted[name] for name in found], reference)
+    tensors = {name: found[name] for name in wanted}
+    rule = CastRule(cast, exceptions={meta.name: meta.dtype for meta in metas})
+    return ParamsSource(
+        WholeParams(tensors, "tensors"), {name: name for name in tensors}, rule, DESCRIPTION
+    )
+
+
+def _check_tied(
+    name: str, tensor: torch.Tensor, candidates: Mapping[str, torch.Tensor | None]
+) -> None:
+    if not candidates:
+        raise InvalidManifestError(f"{name!r} is not a tensor of the served model")
+    there = [other for other in candidates.values() if other is not None]
+    if not any(are_equal(tensor, other.to(tensor.device)) for other in there):
+        raise InvalidManifestError(
+            f"{name!r} is not a tensor of the served model, nor equal to "
+            f"{' or '.join(map(repr, candidates))}, which it could be tied to"
+        )

@@ -104,3 +104,4 @@ class ReplicaReport:
     engine: EngineReport | None = None
     work: ReplicaWork | None = None
     undo_base_versions: tuple[int, ...] = ()
+    takes_deltas: bool = False

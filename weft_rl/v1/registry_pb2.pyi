@@ -534,6 +534,7 @@ class ReplicaReport(_message.Message):
     WORK_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     UNDO_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    TAKES_DELTAS_FIELD_NUMBER: _builtins.int
     dirty_reason: _builtins.str
     """Why its engine may hold mixed weights; empty when it does not."""
     base_as_started: _builtins.bool
@@ -555,6 +556,10 @@ class ReplicaReport(_message.Message):
     """Bytes of adapters in host memory."""
     pinned_base_bytes: _builtins.int
     """Bytes of the copies of those that it holds."""
+    takes_deltas: _builtins.bool
+    """Whether the base that it serves takes deltas where it lies, though no copy of it may be
+    retained: the ranks of the replica hold it in parts.
+    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """Versions that it serves."""
@@ -624,10 +629,11 @@ class ReplicaReport(_message.Message):
         work: Global___Work | None = ...,
         engine: Global___EngineReport | None = ...,
         undo_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        takes_deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "engine", b"engine", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "undo_base_versions", b"undo_base_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "engine", b"engine", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "takes_deltas", b"takes_deltas", "undo_base_versions", b"undo_base_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,6 +82,23 @@ class PlannedCopy:
         return self.stride == tuple(_row_major(self.shape))
 
     @property
+    def shard(self) -> tuple[int, int, int] | None:
+        """Elements from the source's first to its last, and, where these are a part of each of
+        several rows, the elements of a part and from one to the next (else zeros); None where they
+        lie in another way."""
+        dims = [(n, s) for n, s in zip(self.shape, self.stride, strict=True) if n > 1]
+        row = 1
+        while dims and dims[-1][1] == row:
+            row *= dims.pop()[0]
+        if not dims:
+            return row, 0, 0
+        stride, rows = dims[-1][1], 1
+        while dims and dims[-1][1] == stride * rows:
+            rows *= dims.pop()[0]
+        is_ascending = not dims and stride > row
+        return ((rows - 1) * stride + row, row, stride) if is_ascending else None
+
+    @property
     def is_expanded(self) -> bool:
         """True if several elements of the parameter come from one of the wire."""
         return any(s == 0 and n > 1 for n, s in zip(self.shape, self.stride, strict=True))
@@ -481,18 +498,28 @@ class CopyPlan:
             for piece in part
         )
 
+    @cached_property
+    def has_shards(self) -> bool:
+        """True if ``places`` can be called at one of several ranks: each copy is of all elements
+        from one to another, or of a part of each row, and nothing is derived from them."""
+        return not self._processed and all(
+            piece.shard is not None and piece.target.is_contiguous()
+            for part in self._pieces
+            for piece in part
+        )
+
     def places(self, tensor: int) -> list[ElementPlace]:
         """Return the places of a tensor's elements in the parameters; see ``ServedBase``."""
         slot = self._manifest.tensors[tensor]
         first = slot.offset_bytes // slot.meta.dtype.itemsize_bytes
-        return [
-            ElementPlace(
-                piece.offset - first,
-                piece.offset - first + piece.target.numel(),
-                bits(piece.target.detach()).view(-1),
-            )
-            for piece in self._of_tensor[tensor]
-        ]
+        found = []
+        for piece in self._of_tensor[tensor]:
+            assert piece.shard is not None, "it has_shards, or is_contiguous"
+            num_elements, row, stride = piece.shard
+            begin = piece.offset - first
+            target = bits(piece.target.detach()).view(-1)
+            found.append(ElementPlace(begin, begin + num_elements, target, row, stride))
+        return found
 
     def _digest(self, values: torch.Tensor) -> int:
         flat = values.to(self.device).reshape(-1).contiguous()

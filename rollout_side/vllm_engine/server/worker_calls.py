@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 
 from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, RECEIVER_RANK, check_results
 from rollout_side.waits import UnansweredCalls
-from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
+from weft_rl.contract.errors import (
+    LoadFailedError,
+    TransferTimeoutError,
+    WeftError,
+    error_from_reason,
+)
 from weft_rl.contract.names import PolicyVersion
 
 T = TypeVar("T")
@@ -153,8 +158,9 @@ class WorkerCalls:
         if self._num_ranks == 1 or transfer_id == FROM_FILES:
             return
         values = await self.call("weft_handle", transfer_id)
-        handle = next(value["handle"] for value in values if value["handle"])
-        await self.call("weft_adopt", handle, content_digest)
+        handle = next((value["handle"] for value in values if value["handle"]), b"")
+        if handle:  # else each rank has its own part
+            await self.call("weft_adopt", handle, content_digest)
 
     async def load_adapter(
         self, transfer_id: str, config_json: str, content_digest: bytes, number: int
@@ -176,16 +182,32 @@ class WorkerCalls:
 
     async def apply_base(self, transfer_id: str, content_digest: bytes) -> bool:
         """Load a staged base, and return whether it brought the model that drafts tokens, too; the
-        engine is dirty if only some of the ranks did."""
-        values = await self.call(
-            "weft_apply_base",
-            transfer_id,
-            content_digest,
-            timeout_seconds=self._deadlines.load_seconds,
-            changes_weights=True,
-            mixed_is_dirty=True,
-        )
+        engine is dirty if only some of the ranks did, unless all are back at what they served."""
+        try:
+            values = await self.call(
+                "weft_apply_base",
+                transfer_id,
+                content_digest,
+                timeout_seconds=self._deadlines.load_seconds,
+                changes_weights=True,
+                mixed_is_dirty=True,
+            )
+        except WeftError as error:
+            if self._num_ranks == 1 or not await self._take_back(transfer_id):
+                raise
+            metadata = {name: v for name, v in error.metadata.items() if name != "dirty"}
+            raise error_from_reason(error.reason, error.message, metadata) from error
         return all(value["has_draft"] for value in values)
+
+    async def _take_back(self, transfer_id: str) -> bool:
+        """Have the ranks that switched go back in place, after another has failed; return whether
+        all serve what they did before."""
+        try:
+            values = await self.call("weft_take_back", transfer_id, changes_weights=True)
+        except WeftError:
+            return False
+        served = {(value["transfer_id"], value["content_digest"]) for value in values}
+        return len(served) == 1 and ("", b"") not in served
 
     async def load_in_place(self, transfer_id: str, version: PolicyVersion) -> None:
         """Begin to load a base as it arrives; returns at once.
@@ -217,5 +239,9 @@ class WorkerCalls:
         return seconds, all(value["has_draft"] for value in values)
 
     async def keep_base(self, transfer_id: str) -> None:
-        """Retain the copy of a base that was loaded."""
-        await self.call("weft_keep_base", transfer_id, changes_weights=True)
+        """Retain the copy of a base that was loaded, and what leads back in place as far as every
+        rank does."""
+        values = await self.call("weft_keep_base", transfer_id, changes_weights=True)
+        num_undo = [value["num_undo"] for value in values]
+        if len(set(num_undo)) > 1:
+            await self.call("weft_bound_undo", min(num_undo))

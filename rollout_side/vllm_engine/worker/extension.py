@@ -103,11 +103,12 @@ class WeftWorker:
     @guarded
     def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
         """Return a staged version's handle for the other ranks. Empty from ranks that do not
-        receive."""
+        receive, and where each rank has its own part."""
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
-        return {"handle": bytes_codec(StagedHandle).pack(state.store.handle(transfer_id))}
+        handle = state.store.handle(transfer_id)
+        return {"handle": b"" if handle is None else bytes_codec(StagedHandle).pack(handle)}
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
@@ -243,17 +244,38 @@ class WeftWorker:
         loaded = load.handoff
         served = served_base(state, loaded, content_digest, loaded.tensor_digests)
         state.store.served.set(served)
+        state.follow(self.rank)
         has_draft = state.brings_draft(load.handoff.manifest)
         return {"load_seconds": seconds, "has_draft": has_draft}
 
     @guarded
-    def weft_keep_base(self: Any, transfer_id: str) -> None:
-        """Retain, on the receiving rank, a base that every rank has loaded; others unmap it."""
-        state = state_of(self)
-        if state.receiver is None:
-            state.store.discard(transfer_id)
-        else:
-            state.store.keep_base(transfer_id)
+    def weft_keep_base(self: Any, transfer_id: str) -> dict[str, Any]:
+        """Retain, on the receiving rank, a base that every rank has loaded; others unmap it. Return
+        the number of versions that this rank can switch to in place."""
+        store, receives = state_of(self).store, state_of(self).receiver is not None
+        if receives:
+            store.keep_base(transfer_id)
+        num_undo = store.keep_delta(transfer_id)
+        if not receives:
+            store.discard(transfer_id)
+        return {"num_undo": num_undo}
+
+    @guarded
+    def weft_bound_undo(self: Any, most: int) -> None:
+        """Keep no more versions to switch to in place than every rank does."""
+        state_of(self).store.keep_delta("", most=most)
+
+    @guarded
+    def weft_take_back(self: Any, transfer_id: str) -> dict[str, Any]:
+        """Switch in place from a base to what was served before it, since another rank could not
+        follow. Return what lies in the weights now; empty where that cannot be read."""
+        served = state_of(self).store.served
+        if served.base is not None and served.base.transfer_id == transfer_id:
+            served.switch_back()
+        base = served.base
+        if base is None:
+            return {"transfer_id": "", "content_digest": b""}
+        return {"transfer_id": base.transfer_id, "content_digest": base.content_digest}
 
     @guarded
     def weft_pin_bases(self: Any, versions: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ from rollout_side.config import Staging
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankServer
+from rollout_side.memory.rank_deltas import DeltaFollower
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, StagedVersion
@@ -257,7 +258,9 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: Collect
     state.receiver = receiver_factory(store, state.tracer)
     state.cloner = Cloner(store)
     if store.memory.in_place and store.num_ranks > 1:
-        state.ranks = RankServer(settings.ranks_secret, store.handoff.of)
+        followers = store.followers
+        state.ranks = RankServer(settings.ranks_secret, store.handoff.of, followers.serve)
+        followers.on_change = state.notify_holdings
     if ONE_SIDED in backends:
         state.trials = TrialAnswerer(store.memory.device_of(ONE_SIDED))
     if settings.spill is not None:
@@ -313,6 +316,8 @@ class WorkerState:
     """Tensors that no base brings, kept over a sleep that discards weights."""
     trial: Trial | None = None
     """Watch over the first steps, while the replica asks its own engine for tokens."""
+    follower: DeltaFollower | None = None
+    """Thread of a rank that does not receive, while its weights take deltas."""
     load: InPlaceLoad | None = None
     """In-place load that runs, or is complete and waits for its commit."""
     tracer: Tracer = NO_TRACER
@@ -328,6 +333,18 @@ class WorkerState:
         if self.progress is not None:
             self.progress.report_progress()
 
+    def follow(self, rank: int) -> None:
+        """Take deltas of the base that was just loaded in place, unless this rank receives."""
+        former, self.follower = self.follower, None
+        if former is not None:
+            former.close()
+        served = self.store.served
+        if self.receiver is None and served.base is not None and served.base.takes_deltas:
+            self.follower = DeltaFollower(
+                self.ranks_secret, rank, served.base, lambda: served.base, self.store.put_staged
+            )
+            self.store.threads.add(self.follower.thread)
+
     def end_reading(self) -> None:
         """Stop the digesting that is under way."""
         if self.reading is not None:
@@ -335,7 +352,8 @@ class WorkerState:
 
     def close(self) -> None:
         """End all threads; blocks some seconds at most."""
-        for server in (self.trials, self.ranks):
+        self.store.followers.close()
+        for server in (self.trials, self.ranks, self.follower):
             if server is not None:
                 server.close()
         if self.load is not None:
@@ -428,9 +446,10 @@ def served_base(
     manifest = loaded.manifest
     own = (plan for plan in state.copy_plans if plan.layout_digest == manifest.layout_digest)
     plan = next(own, None)
-    if plan is None or not plan.is_readable:
+    is_shared = state.store.num_ranks > 1
+    takes_deltas = plan is not None and (plan.has_shards if is_shared else plan.is_contiguous)
+    if plan is None or not (plan.is_readable or takes_deltas):
         return None
-    takes_deltas = state.store.num_ranks == 1 and plan.is_contiguous
     return ServedBase(
         loaded.transfer_id,
         loaded.version,
@@ -439,4 +458,5 @@ def served_base(
         plan.read_bucket,
         tuple(tensor_digests) if takes_deltas else (),
         plan.places,
+        is_whole=plan.is_readable,
     )

@@ -208,6 +208,7 @@ TOLD = ReplicaReport(
     version_vector=VersionVector(3, {"math": AdapterVersions((1, 2), 2)}),
     retained_base_versions=(3, 2),
     undo_base_versions=(1, 4),
+    takes_deltas=True,
     spilled_versions=frozenset({PolicyVersion("math", 1), PolicyVersion("base", 2)}),
     dirty_reason="a layer failed",
     base_as_started=True,

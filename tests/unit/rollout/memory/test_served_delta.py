@@ -205,6 +205,17 @@ def test_a_switch_that_fails_on_its_way_ends_where_it_began(
     assert engine.slot.switch_to("t4", last.content_digest)
 
 
+def test_a_switch_can_be_taken_back() -> None:
+    engine = Engine()
+    first, before = engine.base, engine.memory.clone()
+    engine.slot.apply(engine.stage(2, changed(engine.tensors(), 2)))
+    second, after = engine.base, engine.memory.clone()
+    assert engine.slot.switch_back()
+    assert (engine.base, engine.memory.equal(before)) == (first, True)
+    assert engine.slot.switch_back()
+    assert (engine.base, engine.memory.equal(after)) == (second, True)
+
+
 def test_old_elements_are_kept_as_far_as_there_is_room() -> None:
     engine = Engine()
     sizes = []

@@ -94,6 +94,34 @@ async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None
     assert engine.calls[-2:] == ["weft_keep_base", "resume"]
 
 
+async def test_ranks_that_have_each_their_own_part_share_nothing_and_keep_as_much() -> None:
+    engine = FakeEngine(num_ranks=2)
+    engine.answers["weft_handle"] = lambda: [ok(0, handle=b""), ok(1, handle=b"")]
+    engine.answers["weft_keep_base"] = lambda: [ok(0, num_undo=3), ok(1, num_undo=2)]
+    await make_replica(engine).apply_base("t", BASE, b"")
+    assert engine.calls[:3] == ["weft_handle", "pause", "weft_apply_base"]
+    assert engine.calls[-3:] == ["weft_keep_base", "weft_bound_undo", "resume"]
+    assert engine.last_args["weft_bound_undo"] == (2,)
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+async def test_a_rank_that_cannot_follow_takes_the_others_back(is_back: bool) -> None:
+    engine, replica = started(2)
+    engine.answers["weft_apply_base"] = lambda: [
+        ok(0, has_draft=False),
+        failed("LOAD_FAILED", rank=1),
+    ]
+    others = {"transfer_id": "s" if is_back else "t", "content_digest": b"d"}
+    engine.answers["weft_take_back"] = lambda: [
+        ok(0, transfer_id="s", content_digest=b"d"), ok(1, **others),
+    ]  # fmt: skip
+    with pytest.raises(LoadFailedError, match="rank 1 of 2") as raised:
+        await replica.apply_base("t", BASE, b"")
+    assert (raised.value.metadata.get("dirty") == "true") is not is_back
+    assert ("resume" in engine.calls) is is_back
+    assert bool(replica.dirty_reason) is not is_back
+
+
 async def test_nothing_changed_means_that_requests_go_on() -> None:
     engine, replica = started()
     engine.answers["weft_apply_base"] = lambda: [failed("NOT_STAGED")]

@@ -294,7 +294,10 @@ def delta_refused(why: str) -> NotReadyError:
 
 
 def _why_no_delta_at(state: PoolState, replica: Replica) -> str:
-    if holds(replica, served := PolicyVersion(BASE_POLICY, state.vector.base)):
+    served = PolicyVersion(BASE_POLICY, state.vector.base)
+    # In parts at its ranks, it may lie nowhere whole.
+    is_in_place = replica.report.takes_deltas and replica.vector.base == served.version
+    if is_in_place or holds(replica, served):
         return ""
     if replica.loads_in_place(PolicyKind.BASE):
         return f"{replica.replica_id} loads bases in place, and cannot read {served} back"

@@ -213,6 +213,19 @@ def test_a_ready_replica_that_holds_no_copy_refuses_it() -> None:
     assert m.transfer(_delta(m)).targets == ("r0", "r1")
 
 
+def test_a_replica_that_holds_the_base_in_parts_takes_it_without_a_copy() -> None:
+    m = _pool("r0")
+    m.register("r1", loads_in_place=True, vector=VersionVector(1))
+    m.now += 3.0
+    m.beat("r1", takes_deltas=True)
+    assert m.transfer(_delta(m)).targets == ("r0", "r1")
+    m = _pool("r0")
+    m.register("r1", loads_in_place=True, vector=VersionVector(0))
+    m.now += 3.0
+    m.beat("r1", takes_deltas=True)
+    assert m.transfer(_delta(m)).targets == ("r0",), "of another base"
+
+
 # -- replicas that have still to catch up --------------------------------------------
 
 

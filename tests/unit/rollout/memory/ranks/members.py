@@ -38,7 +38,11 @@ class Replica:
         self.secret = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
         self.queue = HandoffQueue("t", BASE, MANIFEST, deadline, num_ranks)
-        self.server = RankServer(self.secret, lambda name: self.queue if name == "t" else None)
+        self.server = RankServer(
+            self.secret,
+            lambda name: self.queue if name == "t" else None,
+            lambda connection, told: None,
+        )
         self.buffers = self.group()
 
     def group(self) -> ReceiveRing:

@@ -440,6 +440,7 @@ def test_elements_are_found_where_the_plan_copies_them() -> None:
     model = load_own_way(whole_columns(Model()), first)
     plan = learnt(model, first)
     assert plan.is_contiguous
+    assert plan.has_shards
     for index, ((_, old), (_, new)) in enumerate(
         zip(first.tensors(), second.tensors(), strict=True)
     ):
@@ -450,8 +451,31 @@ def test_elements_are_found_where_the_plan_copies_them() -> None:
         every = torch.arange(len(found))
         for place in places:
             here, values = place.read(every)
-            assert (here.start, here.stop) == (place.begin, place.end)
+            assert here == slice(place.begin, place.end)
             assert values.equal(found[here])
             place.write(every[::2].clone(), new_bits[::2])
             place.write(every[1::2].clone(), new_bits[1::2])
     assert model.digests() == load_own_way(whole_columns(Model()), second).digests()
+
+
+def test_a_rank_finds_what_it_has_of_each_row() -> None:
+    first, second = staged(1, any_bits=True), staged(2, any_bits=True)
+    model = load_own_way(Model(), first)
+    plan = learnt(model, first)
+    assert plan.has_shards
+    assert not plan.is_readable
+    num_in_rows = 0
+    for index, ((_, old), (_, new)) in enumerate(
+        zip(first.tensors(), second.tensors(), strict=True)
+    ):
+        found, new_bits = bits(old).reshape(-1), bits(new).reshape(-1)
+        every = torch.arange(len(found))
+        for place in plan.places(index):
+            here, values = place.read(every)
+            assert values.equal(found[here])
+            assert values.numel() == place.bits.numel()
+            num_in_rows += bool(place.row)
+            place.write(every[::2].clone(), new_bits[::2])
+            place.write(every[1::2].clone(), new_bits[1::2])
+    assert num_in_rows
+    assert model.digests() == load_own_way(Model(), second).digests()
