@@ -286,6 +286,10 @@ def _not_the_base(base: ServedBase, run: Run) -> DigestMismatchError:
     )
 
 
+#: Bases that can be gone back to, at most: each is named in heartbeats, and has digests of its own.
+MOST_FORMER = 64
+
+
 class ServedSlot:
     """Slot of the base that the engine's own weights hold, if they can be read: not before they
     were loaded whole, nor while the engine sleeps. Keeps the old elements of the deltas that were
@@ -359,9 +363,11 @@ class ServedSlot:
         return True
 
     def bound(self, room_bytes: int) -> None:
-        """Forget old elements, oldest first, beyond so many bytes."""
+        """Forget old elements, oldest first, beyond so many bytes and ``MOST_FORMER`` deltas."""
         with self._lock:
-            while self._applied and self.undo_bytes > room_bytes:
+            while self._applied and (
+                len(self._applied) > MOST_FORMER or self.undo_bytes > room_bytes
+            ):
                 self._applied.pop(0)
 
     @contextmanager
