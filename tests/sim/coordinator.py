@@ -241,7 +241,9 @@ class SimCoordinator(Process):
         record = self.world.catalog.find_version(effect.version)
         layout = LAYOUTS[record.layout_digest] if record else None
         failure = None
-        if layout is not None and layout.digest not in self.manifests:
+        # One that restores a version itself may hold what takes it back to it, and no copy to show.
+        is_sent = effect.source_id != effect.replica_id
+        if layout is not None and layout.digest not in self.manifests and is_sent:
             try:
                 yield self.world.network.call(
                     self,
