@@ -79,7 +79,7 @@ models: install  ## Many architectures, tiny, against transformers; writes docs/
 	$(BIN)/python -m tests.architectures $(MODELS)
 
 matrix: install  ## Every kind of model and rank, and every example, with real vLLM (18 minutes on 2 cores).
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e/test_models.py tests/e2e/test_vllm_engine_vision.py tests/e2e/test_examples.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_layerwise_reload.py tests/e2e/test_vllm_engine_quantised.py -m 'matrix or not matrix'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e/test_models.py tests/e2e/test_vllm_engine_vision.py tests/e2e/test_examples.py tests/e2e/test_grpo_deltas.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_layerwise_reload.py tests/e2e/test_vllm_engine_quantised.py -m 'matrix or not matrix'
 
 fuzz: install  ## Generated requests against live services: make fuzz SECONDS=600 SEED=1.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -61,6 +61,8 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         settings["is_readable"] = True
     if "--sleeps" in sys.argv:
         settings |= {"gpu_uuids": ("GPU-a",), "can_sleep": True}
+    if "--staging" in sys.argv:
+        settings["staging_capacity_bytes"] = int(sys.argv[sys.argv.index("--staging") + 1])
     tracer = NO_TRACER
     if "--traces" in sys.argv:
         settings["tracer"] = tracer = open_tracer("weft-replica", replica_id)

@@ -24,14 +24,16 @@ BUCKET_BYTES = 2**20
 STRIDE = 64
 
 
-def model(value: float, stride: int = 1) -> nn.Module:
+def model(
+    value: float, stride: int = 1, num_tensors: int = NUM_TENSORS, elements: int = ELEMENTS
+) -> nn.Module:
     """Make a model with the names and shapes of such a base: every ``stride``-th element of a
     tensor, the first included, is ``value``, and every other 1."""
     root = nn.Module()
-    root.layers = nn.ModuleList(nn.Module() for _ in range(NUM_TENSORS // 8))
-    for i in range(NUM_TENSORS):
+    root.layers = nn.ModuleList(nn.Module() for _ in range(num_tensors // 8))
+    for i in range(num_tensors):
         part = nn.Module()
-        part.weight = _filled((ELEMENTS,), value, stride)
+        part.weight = _filled((elements,), value, stride)
         root.layers[i // 8].add_module(f"t{i % 8}", part)
     q_proj = nn.Module()
     q_proj.weight = _filled((64, 64), value, stride)

@@ -3,6 +3,7 @@ to what they served before; one is killed, the other leaves in good order."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -188,6 +189,14 @@ def test_what_is_served_is_verified_tensor_by_tensor_and_by_its_answers(
             assert not replica["parity"]["ok"]
 
 
+def _change(model: torch.nn.Module) -> None:
+    """Change some elements."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            changed = torch.rand(parameter.shape) < 0.02
+            parameter[changed] *= 1.5
+
+
 def test_what_a_delta_made_is_verified_by_its_tensors_and_answers(
     pool: PoolOfTwo, qwen2: TinyModels, tmp_path: Path
 ) -> None:
@@ -199,10 +208,7 @@ def test_what_a_delta_made_is_verified_by_its_tensors_and_answers(
         version, _ = publisher.push_base(model)
         answers = [[ask(url, MODEL_NAME) for url in pool.urls]]
         for _ in range(2):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    changed = torch.rand(parameter.shape) < 0.02
-                    parameter[changed] *= 1.5
+            _change(model)
             report = publisher.push_base(model).report
             answers.append([ask(url, MODEL_NAME) for url in pool.urls])
             assert report.delta.is_delta, report.delta
@@ -284,19 +290,27 @@ def test_a_push_is_one_trace_from_the_coordinator_to_vllms_workers(
 
 
 def test_rollouts_are_what_transformers_says_of_the_versions_they_name(
-    pool: PoolOfTwo, qwen2: TinyModels, referee: Referee
+    pool: PoolOfTwo, qwen2: TinyModels, referee: Referee, tmp_path: Path
 ) -> None:
-    """Full and adapter, while both change; every token against transformers."""
+    """Full and adapter, while both change, the base by deltas and whole; every token against
+    transformers."""
     pool.grow(2)
     for name in ("replica-0", "replica-1"):  # one that still catches up is not routed to
         wait_ready(pool.target, name)
     how = Sampling(max_tokens=120, temperature=0.7, ignore_eos=True)
+    trained, deltas = [load_hf(qwen2.base)], set[int]()
+    for number in range(2):
+        trained.append(copy.deepcopy(trained[-1]))
+        _change(trained[-1])
+        trained[-1].save_pretrained(tmp_path / f"trained-{number}")
     with (
-        Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
+        Publisher(
+            pool.target, trainer_id="trainer", timeout_seconds=60, delta="always"
+        ) as publisher,
         RolloutClient(pool.target, timeout_seconds=_SECONDS) as rollouts,
         ThreadPoolExecutor(2) as threads,
     ):
-        bases = {publisher.push_base(qwen2.base).version.version: qwen2.base}
+        bases = {publisher.push_base(trained[0]).version.version: qwen2.base}
         adapters = {
             publisher.push_adapter(qwen2.adapters[0], "roll").version.version: qwen2.adapters[0]
         }
@@ -304,6 +318,11 @@ def test_rollouts_are_what_transformers_says_of_the_versions_they_name(
             threads.submit(rollouts.generate, [PROMPT] * 4, model=policy, n=2, sampling=how)
             for policy in ("base", "roll")
         ]
+        for number, model in enumerate(trained[1:]):
+            version, report = publisher.push_base(model)
+            assert report.delta.is_delta, report.delta
+            bases[version.version] = tmp_path / f"trained-{number}"
+            deltas.add(version.version)
         bases[publisher.push_base(qwen2.other).version.version] = qwen2.other
         adapters[publisher.push_adapter(qwen2.adapters[1], "roll").version.version] = (
             qwen2.adapters[1]
@@ -314,7 +333,10 @@ def test_rollouts_are_what_transformers_says_of_the_versions_they_name(
         )
     assert {name for group in groups for name in group.replica_ids} == {"replica-0", "replica-1"}
     assert len(groups) == 9
-    for sample in (sample for group in groups for sample in group.samples):
+    samples = [sample for group in groups for sample in group.samples]
+    named = {version for sample in samples for version in sample.base_versions.tolist()}
+    assert deltas & named, "no answer was sampled of what a delta made"
+    for sample in samples:
         adapter = adapters[sample.adapter.version] if sample.adapter else None
         for version in set(sample.base_versions.tolist()):
             of_it = sample.base_versions == version

@@ -232,16 +232,25 @@ class SimCoordinator(Process):
         future.then(answered)
 
     def _has_switched(self, call: _Switch, answer: Any, failure: Failure | None) -> events.Event:
-        vector, retained = answer or (None, ())
+        vector, retained, undoable = answer or (None, (), ())
         return events.CommitAnswered(
-            call.transfer_id, call.replica_id, call.incarnation, vector, 0.1, failure, retained
+            call.transfer_id,
+            call.replica_id,
+            call.incarnation,
+            vector,
+            0.1,
+            failure,
+            retained,
+            undoable=undoable,
         )
 
     def _look_up(self, effect: effects.LookUp) -> Any:
         record = self.world.catalog.find_version(effect.version)
         layout = LAYOUTS[record.layout_digest] if record else None
         failure = None
-        if layout is not None and layout.digest not in self.manifests:
+        # One that restores a version itself may hold what takes it back to it, and no copy to show.
+        is_sent = effect.source_id != effect.replica_id
+        if layout is not None and layout.digest not in self.manifests and is_sent:
             try:
                 yield self.world.network.call(
                     self,

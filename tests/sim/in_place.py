@@ -49,6 +49,7 @@ class InPlace:
         if order.transfer_id != self._transfer_id:
             raise NotReadyError(f"{order.transfer_id} was not prepared here", reason="NOT_STAGED")
         if not self._opened.done:
+            self._replica.undo.clear()
             self._version = str(order.version)
             self._opened.set()
             self._touch()

@@ -73,6 +73,7 @@ class SimOperator(Process):
                         self._drain,
                         self._sleep_or_wake,
                         *[self._cancel] * self._num_cancels,
+                        *[self._undo] * (8 * self.world.goes_back),
                     ]
                 )()
             except WeftError as error:
@@ -89,16 +90,26 @@ class SimOperator(Process):
         if random.random() < 0.8:
             stores = [replica.store for replica in self.world.replicas.values()]
             there = {base.version for store in stores for base in store.bases}
+            replicas = self.world.replicas.values()
+            there |= {base.version for replica in replicas for base in replica.undo.former}
             if policy != BASE_POLICY:
                 there = {v for store in stores for v in store.adapters if v.policy == policy}
             served = PolicyVersion(policy, catalog.policies[policy].served_version)
             known = sorted(there - {served})
         return random.choice(known[-4:]) if known else None
 
+    def _undo(self) -> Generator[Any, Any, None]:
+        """A rollback to a base that replicas can go back to by old elements alone."""
+        replicas = self.world.replicas.values()
+        former = {base.version for replica in replicas for base in replica.undo.former}
+        if former:
+            yield from self._roll_back_to(self.world.random.choice(sorted(former)))
+
     def _roll_back(self) -> Generator[Any, Any, None]:
-        version = self._some_version()
-        if version is None:
-            return
+        if (version := self._some_version()) is not None:
+            yield from self._roll_back_to(version)
+
+    def _roll_back_to(self, version: PolicyVersion) -> Generator[Any, Any, None]:
         number = self.world.checks.num_served(version.policy)
         seconds = self.world.random.choice([2.0, 8.0])
         lost = self._lost

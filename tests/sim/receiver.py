@@ -151,6 +151,7 @@ class Receiver:
             match deltas.choice(["gone", "full", "damaged", "wrong"]):
                 case "gone":
                     self.replica.store.drop_base(base)
+                    self.replica.undo.clear()
                     reason = deltas.choice(["NOT_RETAINED", "DELTA_REFUSED"])
                     raise NotReadyError("its copy was dropped", reason=reason)
                 case "full":
@@ -180,7 +181,8 @@ class Receiver:
         if transfer.delta_from:
             made = [change_between(self._base, content) for content in contents]
         digest = digest_over(made, transfer.layout)
-        copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents))
+        base = self._base if transfer.delta_from else b""
+        copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents), base)
         self.replica.store.put_staged(copy, self.index)
         self.world.checks.transfers.staging(self, transfer_id, digest)
         self.stream.up(("staged", transfer_id, digest))

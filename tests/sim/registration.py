@@ -47,6 +47,7 @@ class SimRegistration:
                     report=ReplicaReport(
                         version_vector=replica.vector,
                         retained_base_versions=replica.memory[0],
+                        undo_base_versions=replica.memory[2],
                         dirty_reason=replica.dirty_reason,
                         pinned_base_versions=frozenset(replica.pins),
                         drain=note,
@@ -96,6 +97,7 @@ class SimRegistration:
             report=ReplicaReport(
                 version_vector=replica.vector,
                 retained_base_versions=replica.memory[0],
+                undo_base_versions=replica.memory[2],
                 dirty_reason=replica.dirty_reason,
                 drain=replica.drain.note(),
                 refusing=replica.refusing,

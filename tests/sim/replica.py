@@ -20,6 +20,7 @@ from tests.sim.receiver import Receiver
 from tests.sim.registration import SimRegistration
 from tests.sim.sleep import SimSleep
 from tests.sim.store import Copy, Store
+from tests.sim.undo import SimUndo
 from tests.unit.coordinator.decisions.machine import SPEC
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -50,7 +51,7 @@ class Kind:
     base_copies: int
     in_place: bool = False
     """It loads bases as they come; it has one receiver. What it retains, one at most, it
-    reads back from its engine."""
+    reads back from its engine, and what a delta has changed it can take back."""
 
 
 class SimReplica(Process):
@@ -65,6 +66,7 @@ class SimReplica(Process):
         self.served: dict[PolicyVersion, ContentDigest] = {}
         self.store = Store(kind.num_receivers, kind.base_copies)
         self.in_place = InPlace(self)
+        self.undo = SimUndo(self)
         #: The threads that receive and send, which may hang while the process beats.
         self.worker = Process(world.clock, f"{name}'s worker")
         #: The engine's own thread, through which orders go; it may hang, too.
@@ -89,7 +91,7 @@ class SimReplica(Process):
         self.sleep = SimSleep(self)
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
-        self.memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+        self.memory: tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]] = ((), (), ())
         self.pins_told: tuple[int, ...] = ()
         self.pins: tuple[int, ...] = ()
         self.generation = self.last_epoch = 0
@@ -145,8 +147,10 @@ class SimReplica(Process):
         return min(self.engine.frozen_for(), self.clock.now - min(begun)) if begun else 0.0
 
     def _look_at_memory(self) -> None:
-        bases = tuple(base.version.version for base in self.store.bases)
-        self.memory = bases, self.store.transfer_ids()
+        bases = tuple(dict.fromkeys(base.version.version for base in self.store.bases))
+        former = (base.version.version for base in self.undo.former)
+        undoable = tuple(number for number in dict.fromkeys(former) if number not in bases)
+        self.memory = bases, self.store.transfer_ids(), undoable
 
     def _look_after_memory(self) -> Generator[Any, Any, None]:
         while True:
@@ -158,7 +162,7 @@ class SimReplica(Process):
 
     def held(self) -> frozenset[HeldVersion]:
         """What it serves and retains, with its digests."""
-        found = {base.version: base.digest for base in self.store.bases}
+        found = {base.version: base.digest for base in (*self.undo.former, *self.store.bases)}
         served = PolicyVersion(BASE_POLICY, self.vector.base)
         for version, digest in self.served.items():
             if version.policy != BASE_POLICY or (version == served and not self.dirty_reason):
@@ -304,13 +308,14 @@ class SimReplica(Process):
             self._switching.popleft()
             if self._switching and self.alive:
                 self._switching[0].set()
-        return self.vector, self.memory[0]
+        return self.vector, self.memory[0], self.memory[2]
 
     def discard_weights(self) -> None:
         """As it sleeps at level 2."""
         self.base_discarded = True
         if self.kind.in_place:  # its copy is what the engine served
             self.store.bases.clear()
+            self.undo.clear()
             self._look_at_memory()
 
     def load_own_base(self) -> None:
@@ -355,9 +360,12 @@ class SimReplica(Process):
         held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
         alias = call.alias if call.alias in held else version.version
         is_late = self._is_late(call.transfer_id)
-        self.world.checks.loaded(self, copies[0], alias, is_late=is_late)
+        made = copies[0]
+        if self.kind.in_place and made.delta_from:
+            made = self.undo.apply(made)
+        self.world.checks.loaded(self, made, alias, is_late=is_late)
         if version.policy == BASE_POLICY:
-            self._serve_base(copies[0], is_late=is_late)
+            self._serve_base(made, is_late=is_late)
         else:
             self.store.keep(copies[0])
             self.vector = self.vector.with_adapter(version, alias)
@@ -377,10 +385,17 @@ class SimReplica(Process):
             self.vector = self.vector.with_adapter(version)
             self.world.trace(self.name, f"serves {version} by its name")
         elif not self._serves(version):
-            if held is None:
+            former = None if held else self.undo.find(version)
+            if held is None and former is None:
                 raise NotReadyError(f"no copy of {version} is held here", reason="NOT_RETAINED")
             yield from self._load("")
             is_late = self._is_late(call.transfer_id)
+            if former is not None:
+                if former not in self.undo.former:  # what was to be loaded in place came between
+                    raise NotReadyError(f"{version} cannot be gone back to", reason="NOT_RETAINED")
+                held = self.undo.take_back(former)
+                self.store.bases = [held]
+            assert held is not None
             self.world.checks.loaded(self, held, version.version, is_late=is_late)
             self._serve_base(held, is_late=is_late)
             self.world.trace(self.name, f"serves {version} again")
@@ -406,6 +421,7 @@ class SimReplica(Process):
         self.dirty_reason = "the engine broke"
         if self.kind.in_place and self.world.sends_deltas:  # there is nothing to read back
             self.store.bases.clear()
+            self.undo.clear()
         raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"})
 
     def _serve_base(self, copy: Copy, *, is_late: bool) -> None:
@@ -415,6 +431,8 @@ class SimReplica(Process):
         self.in_place.discard(copy.transfer_id)  # it is loaded
         before = self.store.bases
         self.store.keep(copy)
+        if self.kind.in_place and copy.delta_from:  # it was changed where it lay
+            self.store.bases, before = self.store.bases[:1], []
         self.served[copy.version] = copy.digest
         for base in before:
             if base not in self.store.bases:

@@ -110,6 +110,7 @@ class SimSleep:
         # At level 2 without its weights, unless they sleep at level 1 already.
         level = former.level if former is not None and sleeps_on else wanted.order.level
         replica.asleep = Sleep(wanted.order.trainer_id, level=level)
+        replica.undo.clear()
         if level == 2:
             replica.discard_weights()
         replica.world.trace(replica.name, f"sleeps: {replica.asleep}")

@@ -18,6 +18,8 @@ class Copy:
     version: PolicyVersion
     digest: ContentDigest
     contents: tuple[bytes, ...] = ()
+    delta_from: bytes = b""
+    """Content that ``contents`` change, where they are a delta's; else empty."""
 
 
 @dataclass

@@ -104,7 +104,7 @@ class SimTrainer(Process):
         random = self.world.random
         while True:
             seconds = random.uniform(0.1, 3.0)
-            yield seconds / 4 if self.world.sends_deltas else seconds
+            yield seconds / (10 if self.world.goes_back else 4 if self.world.sends_deltas else 1)
             if self.world.quiet:
                 return
             if BASE_POLICY in self.policies and random.random() < 0.15:
@@ -113,7 +113,8 @@ class SimTrainer(Process):
                 continue
             policy = random.choice(self.policies)
             if self.world.sends_deltas and BASE_POLICY in self.policies:
-                policy = BASE_POLICY if self.world.deltas.random() < 0.6 else policy
+                often = 0.9 if self.world.goes_back else 0.6
+                policy = BASE_POLICY if self.world.deltas.random() < often else policy
             quorum = min(random.choice([0, 0, 1, 1, 2]), len(self.world.replicas))
             yield from self.push(policy, random.choice([3.0, 6.0, 10.0, 40.0]), quorum)
 
@@ -220,7 +221,9 @@ class SimTrainer(Process):
             try:
                 change = self._change(base, digest.value)
                 return (yield from self._send(push, layout, digest, change))
-            except NotReadyError as error:
+            except WeftError as error:
+                if push.plan.num_senders > 1 and not all(rank.alive for rank in self.others):
+                    self.world.trace(self.name, "has lost a sender of its delta")
                 if error.reason != "DELTA_REFUSED":
                     raise
                 self.world.trace(self.name, f"sends it whole: {error.message}")

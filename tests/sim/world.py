@@ -30,7 +30,7 @@ from weft_rl.contract.errors import (
     PolicyOwnedError,
     WeftError,
 )
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.pool import PoolSettings
 from weft_rl.coordinator.decisions.state.transfer import Group
 
@@ -85,6 +85,9 @@ class World:
         # By a generator of their own: a seed without them is the run that it always was.
         self.deltas = Random(f"deltas of {seed}")
         self.sends_deltas, self.delta_failure = self.deltas.random() < 0.5, 0.0
+        undo = Random(f"undo of {seed}")
+        #: Whether all replicas load in place, and the operator takes deltas back there.
+        self.goes_back = self.sends_deltas and undo.random() < 0.4
         self._refused_by_all: dict[PolicyVersion, bool] = {}
         self.quiet = False
         self.coordinator: SimCoordinator
@@ -92,18 +95,21 @@ class World:
         self.trainers: dict[str, SimTrainer] = {}
         self.start_coordinator()
         base_copies = self.random.choice([0, 1, 1, 2, 2, 3])
-        in_place = self.random.choice([0.0, 0.0, 0.7, 1.0])
+        in_place = max(self.random.choice([0.0, 0.0, 0.7, 1.0]), float(self.goes_back))
         for i in range(self.random.choice([1, 2, 2, 3, 3, 4])):
             unlike = self.random.random() < 0.1
             retain = self.random.choice([0, 1, 2]) if unlike else base_copies
             if self.random.random() < in_place:
-                kind = Kind(1, self.random.choice([0, 1]), in_place=True)
+                is_read_back = self.random.choice([0, 1]) or self.goes_back
+                kind = Kind(1, int(is_read_back), in_place=True)
             else:
                 kind = Kind(self.random.choice([1, 1, 2]), retain)
             self.start_replica(f"r{i}", kind)
         for i in range(self.random.choice([1, 2, 2, 3])):
             wanted = self.random.sample(POLICIES, self.random.choice([1, 2]))
-            self.start_trainer(f"t{i}", sorted(wanted))
+            if self.goes_back and i == 0:
+                wanted = [BASE_POLICY, *wanted[1:]]
+            self.start_trainer(f"t{i}", sorted({*wanted}))
         self.operator = SimOperator(self)
         self.network.processes["operator"] = self.operator
         self.faults = Faults(self)

@@ -28,6 +28,7 @@ from tests.e2e.replicas import (
 from tests.models import make_model
 from tests.processes import Holding, holding, least, members, title
 from tests.report import table
+from tests.soak import delta_trainer
 from tests.soak.double_models import ELEMENTS, NUM_TENSORS
 from tests.soak.traffic import request
 from tests.soak.trainers import POLICIES
@@ -39,6 +40,8 @@ _LOOKS, _BETWEEN_SECONDS = 12, 0.3
 _PUSH_SECONDS = 150.0
 _PUSHES_OF_A_PUBLISHER = 7
 _MIB = 2**20
+#: Environment in which freed memory of some size is given back at once: no noise of megabytes.
+_GIVING_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "16384"}
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,52 @@ def run_course(
     return course
 
 
-def _look(processes: dict[str, Process]) -> dict[str, Holding]:
+def delta_course(work: Path, pushes: int, *, say: Callable[[str], None]) -> Course:
+    """Deltas in a row to a double that stages and one that loads in place, each content compared
+    with the trainer's. Old elements of some ten deltas have room in place.
+
+    Memory is bounded by half of what a delta changes, were it kept.
+    """
+    course = Course(num_warm=2)
+    size = delta_trainer.NUM_TENSORS, delta_trainer.ELEMENTS
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(running_coordinator(work))
+        processes = {"coordinator": coordinator.process}
+        options = {"staging": (), "in-place": ("--in-place", "--staging", str(3 * _MIB // 2))}
+        for name, own in options.items():
+            arguments = (coordinator.target, name, *map(str, size), "--keep", *own)
+            command = ("-m", "tests.doubles.replica_process", *arguments)
+            process = Process(name, command, work, _GIVING_BACK)
+            stack.callback(process.stop)
+            process.line(lambda text: text == "ready", 60)
+            processes[name] = process
+        trainer = Process(
+            "trainer", ("-m", "tests.soak.delta_trainer", coordinator.target), work, _GIVING_BACK
+        )
+        stack.callback(trainer.stop)
+        trainer.line(lambda text: text == "ready", 60)
+        replicas, processes["trainer"] = [processes[name] for name in options], trainer
+        for number in range(pushes + 1):  # the first of them is whole
+            pushed = trainer.ask(f"push {number}", _PUSH_SECONDS)
+            assert pushed["is_delta"] is (number > 0), pushed
+            assert pushed["num_replicas"] == len(replicas), pushed
+            for process in replicas:
+                served = process.ask("?", _PUSH_SECONDS)
+                assert served["base"] == pushed["version"] == number + 1
+                assert served["digests"]["base"] == pushed["digest"], (process.name, served)
+            if number and number % (pushes // 5) == 0:
+                say(f"{number} deltas, the last of {pushed['sent_bytes']} bytes")
+                course.memory_bound = pushed["sent_bytes"] / 2
+                course.looked_at.append(number)
+                for name, figures in _look(processes, _LOOKS // 2).items():
+                    course.seen.setdefault(name, []).append(figures)
+    return course
+
+
+def _look(processes: dict[str, Process], num_looks: int = _LOOKS) -> dict[str, Holding]:
     """Each process of each session: the least of several looks."""
     seen: dict[str, list[Holding]] = {}
-    for _ in range(_LOOKS):
+    for _ in range(num_looks):
         for name, process in processes.items():
             for pid in members(process.pid):
                 with contextlib.suppress(OSError):

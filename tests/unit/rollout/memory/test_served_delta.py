@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rollout_side.memory.served_delta import ServedSlot, StagedDelta, stage_delta
+from rollout_side.memory.served_delta import (
+    MOST_UNDO,
+    ServedSlot,
+    StagedDelta,
+    stage_delta,
+)
 from rollout_side.memory.versions import ElementPlace, ServedBase
 from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, NotReadyError
 from weft_rl.contract.manifest import Run, plan_buckets
@@ -227,6 +232,17 @@ def test_old_elements_are_kept_as_far_as_there_is_room() -> None:
     assert engine.slot.undo_bytes == sizes[-1] - sizes[0]
     engine.slot.bound(0)
     assert engine.slot.reachable == ()
+
+
+def test_deltas_of_nothing_are_not_kept_without_end() -> None:
+    """They take no room, but a place in each heartbeat, and the digests of all tensors."""
+    engine = Engine()
+    for number in range(2, MOST_UNDO + 4):
+        engine.slot.apply(engine.stage(number, engine.tensors()))
+        engine.slot.bound(2**30)
+    assert engine.slot.undo_bytes == 0
+    assert len(engine.slot.reachable) == MOST_UNDO
+    assert engine.slot.reachable[0].version == PolicyVersion("base", MOST_UNDO + 2)
 
 
 def test_weights_that_are_loaded_anew_or_sleep_are_not_gone_back_from() -> None:
