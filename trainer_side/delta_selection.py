@@ -52,7 +52,8 @@ class DeltaSelection:
 
     def __init__(self, mode: DeltaMode, ranks: Ranks, selection: BackendSelection) -> None:
         self._mode, self._ranks, self._selection = mode, ranks, selection
-        self._copy: CommittedCopy | None = None
+        #: Copy of what the pool committed last; None without one.
+        self.copy: CommittedCopy | None = None
         self._history: dict[str, DeltaHistory] = {}
         self._refused = ""
         self._why = ""
@@ -97,14 +98,14 @@ class DeltaSelection:
             elif not self._why:
                 self._why = "a rank has no copy of what the pool committed last"
         if choice.how == "whole" and not self._refused:
-            self._copy = None
+            self.copy = None
         elif push.sender is not None and push.is_comparable:
-            push.copy = self._copy = self._copy_for(plan)
+            push.copy = self.copy = self._copy_for(plan)
         return plan
 
     def usage(self, plan: PushPlan) -> DeltaUsage:
         """Return the cost and gain of a push's delta, for its report."""
-        push, memory_bytes = plan.push, self._copy.num_bytes if self._copy else 0
+        push, memory_bytes = plan.push, self.copy.num_bytes if self.copy else 0
         if isinstance(push, DeltaPush):
             seconds, share = push.compared.seconds, push.changed_share
             return DeltaUsage(True, share, seconds, memory_bytes)
@@ -123,15 +124,15 @@ class DeltaSelection:
             self._follow(push, digest)
         elif seconds > 0:
             history.send_rate = push.num_bytes / seconds
-        if push.copy is not None and self._copy is push.copy:
-            self._copy.committed(digest)
+        if push.copy is not None and self.copy is push.copy:
+            self.copy.committed(digest)
 
     def _follow(self, push: DeltaPush, digest: bytes) -> None:
         """Bring the copy up to date; without one where it fails, for the push is committed."""
         try:
             push.committed(digest)
         except (WeftError, RuntimeError, MemoryError) as error:
-            self._copy = None
+            self.copy = None
             _log.warning("the next push sends all elements, for a new copy of them: %s", error)
 
     def _on_device(self, plan: PushPlan) -> bool:
@@ -139,7 +140,7 @@ class DeltaSelection:
 
     def close(self) -> None:
         """Give the copy's memory back."""
-        self._copy = None
+        self.copy = None
 
     def _of(self, plan: PushPlan) -> DeltaHistory:
         return self._history.setdefault(plan.backend, DeltaHistory())
@@ -154,7 +155,7 @@ class DeltaSelection:
         content = target.base_content_digest
         facts = PoolFacts(
             served=target.base_layout_digest + content if content else b"",
-            copied=self._copy.key if self._copy is not None and self._fits(push) else b"",
+            copied=self.copy.key if self.copy is not None and self._fits(push) else b"",
             refusal=target.delta_refusal,
             on_device=self._on_device(plan),
             num_bytes=push.num_bytes,
@@ -168,14 +169,14 @@ class DeltaSelection:
         """Return whether this rank has a copy of what it sends, if it sends any."""
         if push.sender is None:
             return True
-        copy = self._copy
+        copy = self.copy
         return copy is not None and copy.is_valid and _is_same(copy, push)
 
     def _copy_for(self, plan: PushPlan) -> CommittedCopy | None:
         """Return memory for a copy of what this rank sends: the former one's if it fits."""
-        if self._copy is not None and _is_same(self._copy, plan.push):
-            return self._copy
-        self._copy = None  # its memory, before the next is made
+        if self.copy is not None and _is_same(self.copy, plan.push):
+            return self.copy
+        self.copy = None  # its memory, before the next is made
         try:
             device = self._selection.device_of(plan.backend)
             return CommittedCopy(plan.push.packing, device)
@@ -185,7 +186,7 @@ class DeltaSelection:
 
     def _compared(self, plan: PushPlan) -> tuple[DeltaPush | None, str]:
         """Compare at every rank that sends; return its part of the delta, or why there is none."""
-        push, copy, changes = plan.push, self._copy, NO_CHANGES
+        push, copy, changes = plan.push, self.copy, NO_CHANGES
         wires = push.packing.plan.buckets
         with agreeing(self._ranks):
             if push.is_prepared_together:

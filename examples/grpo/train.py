@@ -121,7 +121,7 @@ class _Learner:
     """The model, and how it learns from a batch of samples of its own."""
 
     def __init__(self, settings: Settings) -> None:
-        self.model = _load(settings)
+        self.model = load_model(settings)
         self._weights = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._weights, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
@@ -145,7 +145,7 @@ class _Learner:
         return float(ratios.detach()[mask].double().mean()), distance
 
 
-def _load(settings: Settings) -> Any:
+def load_model(settings: Settings) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

@@ -179,7 +179,7 @@ class StagedDelta:
                 reason="NOT_STAGED",
             )
         try:
-            self._each(lambda changes: changes.apply())
+            self.write_each(lambda changes: changes.apply())
         except Exception as error:
             self.take_back(error)
             raise LoadFailedError(
@@ -195,7 +195,7 @@ class StagedDelta:
             LoadFailedError: Metadata ``dirty``: it failed midway.
         """
         try:
-            self._each(lambda changes: changes.undo())
+            self.write_each(lambda changes: changes.undo())
         except Exception as error:  # noqa: BLE001 (whatever failed, the weights are mixed)
             raise LoadFailedError(
                 f"taking {self.version} back failed midway, the weights are mixed: {error}",
@@ -203,7 +203,8 @@ class StagedDelta:
             ) from (cause or error)
         return self.base
 
-    def _each(self, write: Callable[[PlacedChanges], None]) -> None:
+    def write_each(self, write: Callable[[PlacedChanges], None]) -> None:
+        """Call a function with the changes of each wire bucket; blocks until all are written."""
         with torch.no_grad():
             for changes in self.changes:
                 write(changes)

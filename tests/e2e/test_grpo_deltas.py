@@ -62,7 +62,7 @@ def run(
 ) -> Run:
     """Run the example's trainer, which trains one layer: float32 changes wherever it is trained."""
     seen = Run()
-    load, pad = train._load, train.pad
+    load, pad = train.load_model, train.pad
 
     def load_frozen(settings: train.Settings) -> Any:
         module = load(settings)
@@ -87,7 +87,7 @@ def run(
         seen.ratios.append((step.ratio, step.ratio_distance))
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_load", load_frozen)
+        patched.setattr(train, "load_model", load_frozen)
         patched.setattr(train, "pad", pad_noting)
         patched.setattr(train, "_push", push)
         patched.setattr(train, "Publisher", functools.partial(Publisher, delta=delta))

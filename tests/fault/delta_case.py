@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests import waits
 from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS, STRIDE, base_weights, model
 from tests.fault.matrix import PUSH_SECONDS, SLACK_SECONDS, Case, Outcome
 from tests.fault.pool import REPLICAS, STALL_SECONDS
@@ -159,13 +160,18 @@ class DeltaCase(Case):
             if each.state in _SERVED_ONCE
         }
 
-    def _look(self, values: list[float], until: float) -> None:
+    def _look(self, values: list[float], end: float) -> None:
         """Ask who was not struck for what it serves, again and again."""
-        while time.time() < until:
+
+        def is_over() -> bool:
             for name in REPLICAS:
                 if name != self.strike.process:
                     self._check_served(name, values)
-            time.sleep(_LOOK_SECONDS)
+            return time.time() >= end
+
+        waits.until(
+            is_over, max(0.0, end - time.time()) + PUSH_SECONDS, every_seconds=_LOOK_SECONDS
+        )
 
     def _check_served(self, name: str, values: list[float]) -> dict[str, Any]:
         """Check that a replica holds one of the models that were pushed, whole."""

@@ -353,7 +353,7 @@ def _delta_receiver(strike: Strike) -> None:
 
 def _amid(owner: Any, name: str, strike: Strike) -> None:
     """Strike where ``name`` has written some of a delta's changes."""
-    write_each, writing = owner._each, getattr(owner, name)
+    write_each, writing = owner.write_each, getattr(owner, name)
     inside: list[int] = []
 
     def each(self: Any, write: Callable[[Any], None]) -> None:
@@ -373,7 +373,7 @@ def _amid(owner: Any, name: str, strike: Strike) -> None:
         finally:
             inside.pop()
 
-    owner._each = each
+    owner.write_each = each
     setattr(owner, name, wrapped)
 
 

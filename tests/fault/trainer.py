@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.doubles.replica_weights import BUCKET_BYTES, STRIDE, model
+from tests.doubles.trainer_copy import deltas_of
 from tests.fault.pool import DELTAS
 from trainer_side import Publisher, rollout_sleep
 from weft_rl.contract.errors import WeftError
@@ -122,10 +123,11 @@ def push(
 
 def copy_of(publisher: Publisher) -> dict[str, Any]:
     """Return what a rank's copy says that it is of, and what it is of; nothing without one."""
-    copy = publisher._pushing._deltas._copy
+    copy = deltas_of(publisher).copy
     if copy is None or not copy.is_valid:
         return {}
-    payloads = [copy.payload(nth).view(torch.float32) for nth in range(len(copy._payloads))]
+    assert copy.packing.runs is not None
+    payloads = [copy.payload(nth).view(torch.float32) for nth in range(len(copy.packing.runs))]
     value = payloads[0][0]
     is_one = all(bool(((each == value) | (each == 1)).all()) for each in payloads)
     return {"copy": copy.content_digest.hex(), "copied": float(value) if is_one else None}

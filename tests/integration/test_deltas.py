@@ -14,6 +14,7 @@ from torch import nn
 from rollout_side.receive import delta_transfer
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
+from tests.doubles.trainer_copy import deltas_of
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.integration.replicas import is_ready
 from trainer_side import Publisher, delta_selection
@@ -525,14 +526,14 @@ def served(
 ) -> list[dict[str, torch.Tensor]]:
     """What engines of both kinds have served, each time that one has switched."""
     found: list[dict[str, torch.Tensor]] = []
-    apply_base = EngineDouble._apply_base
+    apply_base = EngineDouble.apply_base
 
-    def note(engine: EngineDouble, *order: Any) -> Any:
-        done = apply_base(engine, *order)
+    async def note(engine: EngineDouble, *order: Any) -> Any:
+        done = await apply_base(engine, *order)
         found.append({name: tensor.clone() for name, tensor in engine.base.items()})
         return done
 
-    monkeypatch.setattr(EngineDouble, "_apply_base", note)
+    monkeypatch.setattr(EngineDouble, "apply_base", note)
     return found
 
 
@@ -603,7 +604,7 @@ def flip(tensor: torch.Tensor, element: int) -> None:
 
 
 def copy_of(publisher: Publisher) -> CommittedCopy:
-    copy = publisher._pushing._deltas._copy
+    copy = deltas_of(publisher).copy
     assert copy is not None
     return copy
 
@@ -657,10 +658,10 @@ def test_a_copy_of_the_trainers_that_is_not_what_it_says_is_found_and_made_anew(
             put = CommittedCopy.put
 
             def skip(copy: CommittedCopy, nth: int, *packed: Any) -> None:
-                former = copy._payloads[nth].clone()
+                former = copy.payload(nth).clone()
                 put(copy, nth, *packed)
                 if nth == 1:
-                    copy._payloads[nth].copy_(former)
+                    copy.payload(nth).copy_(former)
 
             planted.setattr(CommittedCopy, "put", skip)
         publisher.push_base(model)

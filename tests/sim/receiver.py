@@ -43,7 +43,7 @@ class Receiver:
         self.world = replica.world
         self.open = True
         self.stream: Stream | None = None
-        self._former = former
+        self.former = former
         self._directions: deque[tuple[Any, ...]] = deque()
         self._wake = Future()
         self._aborted = Future()
@@ -74,12 +74,12 @@ class Receiver:
 
     def _run(self) -> Generator[Any, Any, None]:
         yield self.world.network.delay()
-        while self._former is not None and self.open:
+        while self.former is not None and self.open:
             # It hands over what it has verified of a transfer that goes on here.
             with contextlib.suppress(TransferAbortedError):
-                late, ended = TransferTimeoutError("it hangs"), self._former.ended
+                late, ended = TransferTimeoutError("it hangs"), self.former.ended
                 yield any_of(self.world.clock, _FOREVER, ended, self._aborted, late=late)
-                self._former = self._former._former
+                self.former = self.former.former
         if not self.open:
             return
         self.stream = self.world.attend(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.doubles.trainer_copy import deltas_of
 from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
@@ -169,14 +170,14 @@ class Rank:
     def spoil_copy(self, rank: int, is_lost: bool = False) -> None:
         """One rank's copy of what the pool committed is another, or gone."""
         assert self._publisher is not None
-        deltas = self._publisher._pushing._deltas
+        deltas = deltas_of(self._publisher)
         if dist.get_rank() != rank:
             return
         if is_lost:
-            deltas._copy = None
+            deltas.copy = None
         else:
-            assert deltas._copy is not None
-            copy = deltas._copy
+            assert deltas.copy is not None
+            copy = deltas.copy
             assert copy.packing.runs is not None
             runs = copy.packing.runs[0]
             first = packed_places(runs, copy.packing.itemsizes(runs))[0].at

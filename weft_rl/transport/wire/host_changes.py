@@ -136,7 +136,7 @@ def apply(
     return found[0]
 
 
-class ListedChanges:
+class HostChanges:
     """Changes of a bucket that were read from a payload, beside what they would change.
 
     Args:
@@ -195,7 +195,7 @@ def read(
     itemsizes: Sequence[int],
     data: torch.Tensor,
     places: Sequence[Sequence[RunPlace]],
-) -> ListedChanges:
+) -> HostChanges:
     """Read changes, and the elements that they change; write nothing.
 
     Args:
@@ -212,7 +212,7 @@ def read(
     ends = torch.empty(len(runs), dtype=torch.int64)
     lists = (at, olds, news, ends)
     sums = _apply(payload, runs, itemsizes, data, places[0], False, lists)
-    return ListedChanges(runs, itemsizes, data, places, *lists, sums)
+    return HostChanges(runs, itemsizes, data, places, *lists, sums)
 
 
 def _most_changes(payload: torch.Tensor, runs: Sequence[Run]) -> int:
