@@ -105,8 +105,8 @@ class Fuzzer:
         async with self._order:
             before = self._world.replica_now()
             refused = await self._send(self._world.replica_channel, method, data, messages)
-            if refused and self._world.replica_now() != before:
-                now = self._world.replica_now()
+            now = self._world.replica_now()
+            if refused and now != before and not self._world.is_repair(before, now):
                 self._note(method, messages, f"a refusal changed the replica: {before} {now}")
 
     def _messages(self, method: Any) -> list[Message]:

@@ -234,6 +234,13 @@ class World:
             sorted(engine.cloner._sending),
         )
 
+    def is_repair(self, before: Any, now: Any) -> bool:
+        """Whether the coordinator itself brought the pool's base back, and nothing else changed."""
+        (was, *others), (vector, *rest) = before, now
+        served = self.state.vector.base
+        is_back = was.base != served == vector.base and was.adapters == vector.adapters
+        return is_back and others == rest
+
     async def close(self) -> None:
         """Hang up; the pool is the caller's."""
         await asyncio.gather(self.channel.close(), self.replica_channel.close())
