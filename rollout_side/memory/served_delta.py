@@ -458,11 +458,27 @@ class ServedSlot:
         try:
             while not self.is_of(transfer_id, content_digest):
                 self._take_back() if wanted in older else self._apply_again()
-        except LoadFailedError:
-            while self.base is not None and len(self._applied) > begun_at:
-                self._take_back()
-            raise
+        except Exception as error:
+            self._return(begun_at, error)
+            if isinstance(error, LoadFailedError):
+                raise
+            raise LoadFailedError(
+                f"switching in place failed on the way: {type(error).__name__}: {error}"
+            ) from error
         return True
+
+    def _return(self, num_applied: int, cause: Exception) -> None:
+        """Go back to where so many deltas are applied, after a switch has failed on its way."""
+        try:
+            while self.base is not None and len(self._applied) != num_applied:
+                is_beyond = len(self._applied) > num_applied
+                self._take_back() if is_beyond else self._apply_again()
+        except Exception as error:  # noqa: BLE001 (whatever failed, the version is another)
+            self.set(None)
+            raise LoadFailedError(
+                f"switching in place failed on the way, and back: {error}",
+                metadata={"dirty": "true"},
+            ) from cause
 
     def _take_back(self) -> None:
         delta = self._applied[-1].completed()

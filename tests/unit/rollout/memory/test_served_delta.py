@@ -210,6 +210,39 @@ def test_a_switch_that_fails_on_its_way_ends_where_it_began(
     assert engine.slot.switch_to("t4", last.content_digest)
 
 
+@pytest.mark.parametrize(("at", "to"), [(1, 4), (4, 1)])
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_switch_without_room_on_its_way_ends_where_it_began_or_says_that_it_is_mixed(
+    monkeypatch: pytest.MonkeyPatch, at: int, to: int, num_failures: int
+) -> None:
+    """Reading what a delta was left without takes memory, which an accelerator may not have."""
+    engine, bases = Engine(), list[ServedBase]()
+    for number in (2, 3, 4, 5):
+        bases.append(engine.base)
+        engine.slot.apply(engine.stage(number, changed(engine.tensors(), number)))
+    assert engine.slot.switch_to(f"t{at}", bases[at - 1].content_digest)
+    before, completed, calls = engine.memory.clone(), StagedDelta.completed, [0]
+
+    def complete(delta: StagedDelta) -> StagedDelta:
+        calls[0] += 1
+        if 2 <= calls[0] < 2 + num_failures:  # of the second delta, and on the way back
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return completed(delta)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedDelta, "completed", complete)
+        with pytest.raises(LoadFailedError, match="out of memory") as failed:
+            engine.slot.switch_to(f"t{to}", bases[to - 1].content_digest)
+    if num_failures == 1:
+        assert "dirty" not in failed.value.metadata
+        assert engine.memory.equal(before)
+        assert engine.base == bases[at - 1]
+        assert engine.slot.switch_to(f"t{to}", bases[to - 1].content_digest)
+    else:
+        assert failed.value.metadata["dirty"] == "true"
+        assert engine.slot.base is None
+
+
 def test_a_switch_can_be_taken_back() -> None:
     engine = Engine()
     first, before = engine.base, engine.memory.clone()
