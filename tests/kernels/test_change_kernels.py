@@ -95,3 +95,25 @@ def test_they_read_deltas_of_served_weights_one_after_the_other(
     for former, old in zip(engine.slot.reachable, reversed(made[:-1]), strict=True):
         assert engine.slot.switch_to(former.transfer_id, former.content_digest)
         assert same(engine.tensors(), old)
+
+
+def test_what_takes_a_delta_back_counts_with_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is read again when it is taken back: it stays as long as the lists."""
+    engine, read, decode = Engine(in_one_piece=True), list[tuple[int, int]](), change_kernels.decode
+
+    def noted(payload: torch.Tensor, *args: Any) -> change_kernels.ListedChanges:
+        found = decode(payload, *args)
+        read.append((payload.numel(), found.num_bytes))
+        return found
+
+    monkeypatch.setattr(served_delta, "has_kernels", lambda device: True)
+    monkeypatch.setattr(served_delta, "has_host_coder", lambda device: False)
+    monkeypatch.setattr(change_kernels, "decode", noted)
+    old = engine.tensors()
+    new = changed(old, 2)
+    staged = engine.stage(2, new)
+    num_changes = sum(int((a != b).sum()) for a, b in zip(old, new, strict=True))
+    for payload_bytes, num_bytes in read:  # of tied weights twice
+        assert num_bytes >= payload_bytes + num_changes * (2 + 4 + 4)
+    engine.slot.apply(staged)
+    assert engine.slot.undo_bytes == staged.num_bytes == sum(num_bytes for _, num_bytes in read)

@@ -1019,7 +1019,7 @@ class ListedChanges:
         self._values: list[int] | None = None
         self._is_checked = False
         self.num_bytes = num_bytes
-        """Memory of the lists, kept as long as this is."""
+        """Memory of the lists and of the payload, kept as long as this is."""
 
     def _fetched(self) -> list[int]:
         if self._values is None:
@@ -1123,7 +1123,7 @@ def decode(
             data, rooms, lists, num_blocks, is_undo,
         )  # fmt: skip
 
-    return ListedChanges(runs, scatter, status, sums, found, size)
+    return ListedChanges(runs, scatter, status, sums, found, size + payload.numel())
 
 
 def _malformed() -> DigestMismatchError:
