@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from examples.grpo import train
 from examples.grpo.warm_up import make_warm_model
@@ -63,10 +62,10 @@ def run(
 ) -> Run:
     """Run the example's trainer, which trains one layer: float32 changes wherever it is trained."""
     seen = Run()
-    pad = train.pad
+    load, pad = train._load, train.pad
 
     def load_frozen(settings: train.Settings) -> Any:
-        module = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        module = load(settings)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_("layers.0.self_attn" in name)
         return module

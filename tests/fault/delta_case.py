@@ -17,7 +17,6 @@ from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS, STRIDE, base_we
 from tests.fault.matrix import PUSH_SECONDS, SLACK_SECONDS, Case, Outcome
 from tests.fault.pool import REPLICAS, STALL_SECONDS
 from tests.fault.strikes import CLONE, UNDO, VICTIM, Strike
-from tests.waits import until
 from weft_rl.cli.orders import rollback
 from weft_rl.rpc.channel import open_channel
 from weft_rl.transport.digests.wsum64 import content_digest, digests_of
@@ -160,16 +159,13 @@ class DeltaCase(Case):
             if each.state in _SERVED_ONCE
         }
 
-    def _look(self, values: list[float], end: float) -> None:
+    def _look(self, values: list[float], until: float) -> None:
         """Ask who was not struck for what it serves, again and again."""
-
-        def is_over() -> bool:
+        while time.time() < until:
             for name in REPLICAS:
                 if name != self.strike.process:
                     self._check_served(name, values)
-            return time.time() >= end
-
-        until(is_over, PUSH_SECONDS, every_seconds=_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)
 
     def _check_served(self, name: str, values: list[float]) -> dict[str, Any]:
         """Check that a replica holds one of the models that were pushed, whole."""

@@ -342,18 +342,18 @@ def _delta_receiver(strike: Strike) -> None:
         case "after the check":
             _after(ServedDeltaTransfer if strike.in_place else DeltaTransfer, "finish", strike)
         case "in the scatter":
-            _amid(StagedDelta, "apply", "_each", strike)
+            _amid(StagedDelta, "apply", strike)
         case "after the scatter":
             _after(ServedSlot, "apply", strike)
         case "in an undo":
-            _amid(StagedDelta, "take_back", "_each", strike)
+            _amid(StagedDelta, "take_back", strike)
         case _:  # "in a clone" is a whole one
             _receiving(strike)
 
 
-def _amid(owner: Any, name: str, loop: str, strike: Strike) -> None:
-    """Strike where ``name`` has written some of a delta's changes, which ``loop`` goes over."""
-    write_each, writing = getattr(owner, loop), getattr(owner, name)
+def _amid(owner: Any, name: str, strike: Strike) -> None:
+    """Strike where ``name`` has written some of a delta's changes."""
+    write_each, writing = owner._each, getattr(owner, name)
     inside: list[int] = []
 
     def each(self: Any, write: Callable[[Any], None]) -> None:
@@ -373,7 +373,7 @@ def _amid(owner: Any, name: str, loop: str, strike: Strike) -> None:
         finally:
             inside.pop()
 
-    setattr(owner, loop, each)
+    owner._each = each
     setattr(owner, name, wrapped)
 
 

@@ -35,7 +35,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.doubles.committed_copies import CommittedCopies, num_payloads
 from tests.doubles.replica_weights import BUCKET_BYTES, STRIDE, model
 from tests.fault.pool import DELTAS
 from trainer_side import Publisher, rollout_sleep
@@ -44,7 +43,6 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest, digests_of
 
 _ACKNOWLEDGED = "WEFT_TEST_ACKNOWLEDGED"
-COPIES = CommittedCopies()
 
 
 def sharded(whole: nn.Module) -> nn.Module:
@@ -119,15 +117,15 @@ def push(
     except WeftError as error:
         outcome = {"error": error.reason, "message": error.message}
     ended = time.time()
-    return {**outcome, **copied(), "began": began, "ended": ended}
+    return {**outcome, **copy_of(publisher), "began": began, "ended": ended}
 
 
-def copied() -> dict[str, Any]:
+def copy_of(publisher: Publisher) -> dict[str, Any]:
     """Return what a rank's copy says that it is of, and what it is of; nothing without one."""
-    copy = COPIES.kept
+    copy = publisher._pushing._deltas._copy
     if copy is None or not copy.is_valid:
         return {}
-    payloads = [copy.payload(nth).view(torch.float32) for nth in range(num_payloads(copy))]
+    payloads = [copy.payload(nth).view(torch.float32) for nth in range(len(copy._payloads))]
     value = payloads[0][0]
     is_one = all(bool(((each == value) | (each == 1)).all()) for each in payloads)
     return {"copy": copy.content_digest.hex(), "copied": float(value) if is_one else None}

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rollout_side.receive import delta_transfer
-from tests.doubles.committed_copies import CommittedCopies
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, same, until, weights
@@ -390,14 +389,14 @@ def served(
 ) -> list[dict[str, torch.Tensor]]:
     """What engines of both kinds have served, each time that one has switched."""
     found: list[dict[str, torch.Tensor]] = []
-    apply_base = EngineDouble.apply_base
+    apply_base = EngineDouble._apply_base
 
-    async def note(engine: EngineDouble, *order: Any) -> Any:
-        done = await apply_base(engine, *order)
+    def note(engine: EngineDouble, *order: Any) -> Any:
+        done = apply_base(engine, *order)
         found.append({name: tensor.clone() for name, tensor in engine.base.items()})
         return done
 
-    monkeypatch.setattr(EngineDouble, "apply_base", note)
+    monkeypatch.setattr(EngineDouble, "_apply_base", note)
     return found
 
 
@@ -467,12 +466,10 @@ def flip(tensor: torch.Tensor, element: int) -> None:
     tensor.view(-1).view(torch.int32)[element] ^= 1 << 12
 
 
-@pytest.fixture
-def copies() -> Iterator[CommittedCopies]:
-    """Copies that the publisher makes."""
-    found = CommittedCopies()
-    yield found
-    found.close()
+def copy_of(publisher: Publisher) -> CommittedCopy:
+    copy = publisher._pushing._deltas._copy
+    assert copy is not None
+    return copy
 
 
 def other_base(engines: list[EngineDouble], planted: pytest.MonkeyPatch) -> None:
@@ -516,7 +513,6 @@ def test_a_copy_of_the_trainers_that_is_not_what_it_says_is_found_and_made_anew(
     engines: list[EngineDouble],
     publisher: Publisher,
     served: list[dict[str, torch.Tensor]],
-    copies: CommittedCopies,
     fault: str,
 ) -> None:
     model = Model(seed=1)
@@ -525,16 +521,15 @@ def test_a_copy_of_the_trainers_that_is_not_what_it_says_is_found_and_made_anew(
             put = CommittedCopy.put
 
             def skip(copy: CommittedCopy, nth: int, *packed: Any) -> None:
-                former = copy.payload(nth).clone()
+                former = copy._payloads[nth].clone()
                 put(copy, nth, *packed)
                 if nth == 1:
-                    copy.payload(nth).copy_(former)
+                    copy._payloads[nth].copy_(former)
 
             planted.setattr(CommittedCopy, "put", skip)
         publisher.push_base(model)
     if fault == "at an element":
-        assert copies.kept is not None
-        flip(copies.kept.payload(1), 100)
+        flip(copy_of(publisher).payload(1), 100)
     elif fault == "of another version":
         step(model)
         with pytest.MonkeyPatch.context() as planted:
@@ -542,8 +537,7 @@ def test_a_copy_of_the_trainers_that_is_not_what_it_says_is_found_and_made_anew(
             publisher.push_base(model)
         now = engines[2].store.served.base
         assert now is not None
-        assert copies.kept is not None
-        copies.kept.content_digest = now.content_digest
+        copy_of(publisher).content_digest = now.content_digest
     num_served = len(served)
     step(model)
     report = publisher.push_base(model).report

@@ -20,6 +20,7 @@ from torch import nn
 import trainer_side.packing.packer
 import trainer_side.pool.client
 import weft_rl.transport.member
+from rollout_side.receive import incoming_buckets
 from tests.doubles.engine import EngineDouble
 from tests.integration.models import Model, peft_of, same, until, weights
 from trainer_side import Publisher, PushOptions
@@ -85,12 +86,14 @@ def test_replicas_that_are_lost_in_turn_at_the_last_bucket_hold_up_no_push(
 ):
     """All is verified when the first is lost: in the groups after it nothing is left to send."""
     pool.add_replica("replica-2", EngineDouble(weights(Model())))
+    finish, failing = incoming_buckets.StagingTransfer.finish, [e.store for e in engines]
 
-    def fail(staged):
-        raise WeftError("a bug")
+    def fail(transfer, check):
+        if transfer._store in failing:
+            raise WeftError("a bug")
+        return finish(transfer, check)
 
-    for engine in engines:
-        monkeypatch.setattr(engine.store, "put_staged", fail)
+    monkeypatch.setattr(incoming_buckets.StagingTransfer, "finish", fail)
     report = publisher.push_base(Model(1), require=1).report
     assert report.num_replicas == 1
     assert report.seconds < 5

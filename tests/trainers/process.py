@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.doubles.committed_copies import CommittedCopies
 from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
@@ -102,7 +101,6 @@ class Rank:
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self._copies = CommittedCopies()
         self._publisher: Publisher | None = None
         self._trainer: Trainer | None = None
         self._step = 0
@@ -170,13 +168,15 @@ class Rank:
 
     def spoil_copy(self, rank: int, is_lost: bool = False) -> None:
         """One rank's copy of what the pool committed is another, or gone."""
+        assert self._publisher is not None
+        deltas = self._publisher._pushing._deltas
         if dist.get_rank() != rank:
             return
-        copy = self._copies.kept
-        assert copy is not None
         if is_lost:
-            copy.content_digest = b""
+            deltas._copy = None
         else:
+            assert deltas._copy is not None
+            copy = deltas._copy
             assert copy.packing.runs is not None
             runs = copy.packing.runs[0]
             first = packed_places(runs, copy.packing.itemsizes(runs))[0].at
