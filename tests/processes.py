@@ -24,7 +24,8 @@ class Holding:
     segments: int
     """Shared memory segments that it has mapped or open."""
     memory_bytes: int
-    """Its proportional share of resident memory (PSS)."""
+    """Its proportional share of resident memory (PSS), but of mapped files, whose pages other
+    processes come to share and leave."""
 
 
 def members(session: int) -> list[int]:
@@ -108,7 +109,6 @@ def _descriptors(directory: Path) -> tuple[int, set[str]]:
 
 
 def _pss(root: Path) -> int:
-    for line in (root / "smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    lines = (root / "smaps_rollup").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines[1:])}
+    return 1024 * (sizes["Pss"] - sizes.get("Pss_File", 0))

@@ -325,9 +325,15 @@ def _delta_trainer(strike: Strike) -> None:
         case "after the comparing":
             _after(delta_selection, "compare", strike)
         case "at a bucket":
-            _before(DeltaPush, "changes", strike, lambda self, nth: nth >= BUCKET)
+            # What few bytes have changed may travel in one.
+            _before(DeltaPush, "changes", strike, lambda self, nth: nth >= min(BUCKET, _last(self)))
         case _:
             _sending_rank(strike)
+
+
+def _last(push: Any) -> int:
+    """The number of the last bucket that a rank sends."""
+    return len(push.packing.plan.sent_by(push.sender)) - 1
 
 
 def _delta_receiver(strike: Strike) -> None:
@@ -338,7 +344,7 @@ def _delta_receiver(strike: Strike) -> None:
 
     match strike.point:
         case "at a bucket":
-            _before(incoming_buckets, "start_changes", strike, _count(BUCKET, strike))
+            _before(incoming_buckets, "start_changes", strike)
         case "after the check":
             _after(ServedDeltaTransfer if strike.in_place else DeltaTransfer, "finish", strike)
         case "in the scatter":
@@ -432,10 +438,10 @@ def _coordinator(strike: Strike) -> None:
     from weft_rl.coordinator.decisions.state import effects, events
     from weft_rl.coordinator.runtime import driver, live_groups
 
-    if strike.point == "at a bucket":
+    if strike.point == "at a bucket" and not strike.sends_deltas:
         _before(live_groups.LiveGroups, "_verified", strike, _count(3 * BUCKET, strike))
         return
-    if strike.point == "at the first bucket":
+    if strike.point in ("at the first bucket", "at a bucket"):
         _before(live_groups.LiveGroups, "_verified", strike)
         return
     if strike.point == "inside sleep":
