@@ -29,6 +29,7 @@ from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
     EventKind,
+    SaveCommitted,
     SavePolicy,
     SaveRetired,
     SaveVersion,
@@ -210,6 +211,8 @@ def undo(change: Change, ended: Transfer) -> None:
     if not before and policy.kind is PolicyKind.ADAPTER:
         before = max((v for v in policy.versions if v != ended.version), default=0)
     change.put_policy(replace(policy, served_version=before))
+    if before and policy.kind is PolicyKind.BASE:  # a rollback to it that failed has retired it
+        change.emit(SaveCommitted(PolicyVersion(BASE_POLICY, before)))
     _mark_failed(change, ended)
 
 

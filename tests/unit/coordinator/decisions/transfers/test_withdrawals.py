@@ -282,3 +282,19 @@ def test_what_was_retired_by_order_does_not_fail_later() -> None:
     assert not m.state.unserved
     assert _state(m, "math@2") is VersionState.COMMITTED  # and SaveRetired since
     assert effects.SaveRetired(PolicyVersion("math", 2), durable=True) in m.all
+
+
+def test_a_base_that_is_gone_back_to_is_committed_though_a_rollback_to_it_had_failed() -> None:
+    """The rollback that failed has retired it, before what it was from was withdrawn."""
+    m, ticket, _ = _committing("base")
+    m.answer_commits(ticket, r0=LOAD_FAILED, r1=DIRTY)
+    back = m.roll_back("base", 1)
+    retired = Failure("NOT_RETAINED", "no copy of base@1 is held here", {})
+    m.answer_commits(back, r0=retired, r1=retired)
+    assert m.state.policies["base"].served_version == 2
+    for name in ("r0", "r1"):
+        m.answer_discard(ticket, name)
+    assert _state(m, "base@2") is VersionState.FAILED
+    assert m.state.policies["base"].served_version == 1
+    saved = [s for s in m.all if isinstance(s, effects.SaveRetired | effects.SaveCommitted)]
+    assert saved[-1] == effects.SaveCommitted(PolicyVersion("base", 1))
