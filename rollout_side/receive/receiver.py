@@ -57,6 +57,9 @@ _log = logging.getLogger(__name__)
 _MAX_DIRECTIONS = 100
 # Receives posted ahead for each sender: one arrives, one is verified, one more is ready.
 _MAX_AHEAD = 3
+# A push ends by its trainer's deadline: what a receiver says at the same moment, of what it waited
+# for, would come first now and then, and make it a push that lost a replica.
+_GRACE_SECONDS = 1.0
 # Interval at which a thread that waits for the former one checks whether it must leave.
 _LOOK_SECONDS = 0.2
 # A received push is committed by then; making memory before could slow the engine down.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -52,9 +52,10 @@ _USUAL_SHARE = 16
 _compiling = threading.Lock()
 
 
+@cache
 def warm(device: torch.device) -> None:
     """Compile what codes the changes of tensors on a device, before a push waits for it; returns at
-    once."""
+    once. Done once a process."""
     works = has_kernels if device.type == "cuda" else has_host_coder
     own = torch.empty(0, device=device).device  # its number, which tensors there have
     threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=True).start()
