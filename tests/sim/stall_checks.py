@@ -150,6 +150,7 @@ class StallChecks:
             for other in state.transfers.values()
             if other.phase is Phase.WAITING
             and isinstance(other.purpose, Push)
+            and other.waits_for == "its turn"  # and not for replicas, which may be out of service
             and self._world.clock.now - other.begin_at > _SLACK_SECONDS
         ]
         longest = self._world.settings.sender_stall_seconds + _SLACK_SECONDS
