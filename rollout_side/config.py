@@ -139,8 +139,9 @@ class RolloutConfig:
     )
     base_copies: int = setting(
         1,
-        "Number of base versions to keep a copy of, the served one included. New replicas "
-        "clone the copies; `weft rollback base` needs 2. 0, or --staging in-place: none.",
+        "Number of base versions to keep a copy of, the served one included, unless it came as a "
+        "delta that was applied in place. New replicas clone the copies; `weft rollback base` "
+        "needs 2, or such deltas. 0, or --staging in-place: none.",
         "VERSIONS",
         panel=_WEIGHTS,
         bounds=(0, 100),

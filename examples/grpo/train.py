@@ -146,6 +146,7 @@ class _Learner:
 
 
 def load_model(settings: Settings) -> Any:
+    """Load the model, with LoRA's factors where an adapter is trained."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

@@ -204,8 +204,7 @@ class RankFollowers:
 
     def close(self) -> None:
         """End all connections."""
-        for rank, follower in self._known():
-            self._drop(rank, follower)
+        self._drop_all(self._known())
 
     def take_deltas(self, base: ServedBase) -> bool:
         """Return whether the other ranks hold the rest of a base, and each element is told."""
@@ -257,20 +256,8 @@ class RankFollowers:
         with ExitStack() as stack:
             for _, follower in known:
                 stack.enter_context(follower.used)
-            return self._stage(known, base, transfer_id, version, payloads, report, check)
-
-    def _stage(
-        self,
-        known: Sequence[tuple[int, _Follower]],
-        base: ServedBase,
-        transfer_id: str,
-        version: PolicyVersion,
-        payloads: Sequence[Payload],
-        report: Callable[[int], None],
-        check: Callable[[], None],
-    ) -> StagedDelta:
-        shared = _shared(payloads)
-        try:
+            stack.push(lambda kind, *_: self._drop_all(known) if kind else None)
+            shared = _shared(payloads)
             offer = _offer(base, transfer_id, version, payloads, shared)
             for _, follower in known:
                 self._say(follower, offer)
@@ -285,10 +272,6 @@ class RankFollowers:
                 self._say(follower, Settled(made, digests))
             for _, follower in known:
                 self._hear(follower, KeptDelta, check)
-        except BaseException:
-            for rank, follower in known:  # they forget what they have read, and come again
-                self._drop(rank, follower)
-            raise
         return StagedDelta(
             transfer_id=transfer_id,
             version=version,
@@ -297,6 +280,11 @@ class RankFollowers:
             tensor_digests=digests,
             changes=tuple(own.changes),
         )
+
+    def _drop_all(self, known: Sequence[tuple[int, _Follower]]) -> None:
+        """Drop ranks; they forget what they have read, and come again."""
+        for rank, follower in known:
+            self._drop(rank, follower)
 
     @staticmethod
     def _say(follower: _Follower, message: Offered | Settled) -> None:

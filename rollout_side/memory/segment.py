@@ -464,9 +464,7 @@ class Memory:
         self._check_beside_sleeping(num_needed * num_bytes, device)
         if self.is_asleep:
             return 0
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        room = (free_bytes + own - MARGIN_BYTES) // num_bytes - num_needed - _SPARE_BUFFERS
+        room = spare_bytes(device) // num_bytes - num_needed - _SPARE_BUFFERS
         return max(0, min(room, bound_bytes // num_bytes - num_needed))
 
     def _check_beside_sleeping(self, num_bytes: int, device: torch.device) -> None:
@@ -486,6 +484,13 @@ class Memory:
     def device_of(self, backend: str) -> torch.device:
         """Return the device on which a side group of this backend receives."""
         return self.device if BACKENDS[backend].on_gpu else CPU
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that are free beside what the running engine needs."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_bytes + own - MARGIN_BYTES
 
 
 def stage_on_device(

@@ -369,6 +369,8 @@ class ServedSlot:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
+        #: Held while the weights are switched between versions that are kept.
+        self._switching = threading.RLock()
         self._asleep: ServedBase | None = None
         self._applied: list[StagedDelta] = []
         self._taken_back: list[StagedDelta] = []
@@ -417,10 +419,11 @@ class ServedSlot:
         Raises:
             NotReadyError, LoadFailedError: See ``StagedDelta.apply``.
         """
-        self._note()
-        self._apply(delta)
-        with self._lock:
-            self._taken_back.clear()
+        with self._switching:
+            self._note()
+            self._apply(delta)
+            with self._lock:
+                self._taken_back.clear()
 
     def _note(self) -> None:
         base = self.base
@@ -448,6 +451,10 @@ class ServedSlot:
             LoadFailedError: It failed, and the base is the one before, unless metadata says
                 ``dirty``.
         """
+        with self._switching:
+            return self._switch_to(transfer_id, content_digest)
+
+    def _switch_to(self, transfer_id: str, content_digest: bytes) -> bool:
         self._note()
         wanted = (transfer_id, content_digest)
         older = [(delta.base.transfer_id, delta.base.content_digest) for delta in self._applied]
@@ -496,14 +503,20 @@ class ServedSlot:
 
     def bound(self, room_bytes: int, most: int | None = None) -> None:
         """Forget kept elements beyond so many bytes, and beyond so many deltas (``MOST_UNDO``): of
-        the oldest bases first, then of the newest that were gone back from."""
+        the oldest bases first, then of the newest that were gone back from. Of what another thread
+        switches by none is forgotten: it bounds them itself."""
         most = MOST_UNDO if most is None else min(most, MOST_UNDO)
-        with self._lock:
-            while kept := self._applied or self._taken_back:
-                num_deltas = len(self._applied) + len(self._taken_back)
-                if self.undo_bytes <= room_bytes and num_deltas <= most:
-                    return
-                kept.pop(0)
+        if not self._switching.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                while kept := self._applied or self._taken_back:
+                    num_deltas = len(self._applied) + len(self._taken_back)
+                    if self.undo_bytes <= room_bytes and num_deltas <= most:
+                        return
+                    kept.pop(0)
+        finally:
+            self._switching.release()
 
     @contextmanager
     def _unless_dirty(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Versions that a worker process holds: staged versions, retained bases, servable adapters.
 
 The receiver's thread puts staged versions in; the worker's methods (on the engine's thread) take
-them out. Nothing here knows vLLM.
+them out. Nothing here knows vLLM. One file: all of it is one account of memory, under one lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
 from rollout_side.memory.rank_deltas import RankFollowers
-from rollout_side.memory.segment import MARGIN_BYTES, Memory, Segment, SegmentPool
+from rollout_side.memory.segment import Memory, Segment, SegmentPool, spare_bytes
 from rollout_side.memory.served_delta import ServedSlot, StagedDelta
 from rollout_side.memory.versions import (
     AdapterEntry,
@@ -295,21 +295,25 @@ class WorkerStore:
                 self._last_adapter_bytes = staged.num_bytes
 
     def _check_room_for(self, delta: StagedDelta) -> None:
-        room = self._undo_room()
+        room = self._undo_room(delta.num_bytes)
         if delta.num_bytes > room:
             raise CapacityError(
                 f"{delta.version} changes elements that take {delta.num_bytes:,} bytes beside the "
                 f"weights, and {max(0, room):,} of --staging-memory-gib are left"
             )
 
-    def _undo_room(self) -> int:
-        """Return the bytes that are left for what takes deltas back: of a GPU's memory also
-        ``MARGIN_BYTES`` less than is free."""
+    def _undo_room(self, read_bytes: int = 0) -> int:
+        """Return the bytes that are left for what takes deltas back: on a GPU also what it takes,
+        and what is to spare beside it.
+
+        Args:
+            read_bytes: Bytes of a delta that was read, and is not staged yet.
+        """
         room = self.staging_capacity_bytes - self._num_waiting_bytes() - self._bases.num_bytes
         base = self.served.base
         if base is not None and base.takes_deltas and base.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(base.device)
-            room = min(room, self.served.undo_bytes + free_bytes - MARGIN_BYTES)
+            taken_bytes = self.served.undo_bytes + read_bytes
+            room = min(room, taken_bytes + spare_bytes(base.device))
         return room
 
     def _free(self, staged: StagedVersion | StagedDelta | None) -> None:
@@ -436,7 +440,8 @@ class WorkerStore:
     def _copy_served(self, base: ServedBase) -> None:
         """Copy the served base to the host, unless a copy is held, or bases are loaded in place.
         Blocks. Without room no copy is made, and a warning says so."""
-        if self.memory.in_place or self._bases.of_version(base.version) is not None:
+        is_held = self._bases.of_version(base.version) is not None
+        if self.memory.in_place or is_held or not base.is_whole:
             return
         num_bytes = base.manifest.wire_bytes
         room = self.staging_capacity_bytes - self._num_waiting_bytes() - num_bytes

@@ -115,8 +115,7 @@ _MAX_RUN_MEMORIES = 64
 @dataclass(frozen=True)
 class ServedBase:
     """Base that the engine serves, read back from the engine: whole, or one rank's part of it. It
-    exists if the base was loaded by plain copies and no copy was kept; it is gone with the next
-    load."""
+    exists if the base was loaded by plain copies; it is gone with the next load."""
 
     transfer_id: str
     version: PolicyVersion

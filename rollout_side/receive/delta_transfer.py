@@ -3,7 +3,7 @@
 So a bucket may come again, and a transfer may resume in another group. What is served, and what can
 be cloned, stays as it is until the commit. A replica that stages copies the base that it holds to
 memory of its own, digests what it copies, and applies the changes there.
-One that loads in place reads them against the weights that it serves (``served_delta``).
+Where the engine's weights take deltas, they are read against these instead (``served_delta``).
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class DeltaTransfer(StagingTransfer):
 
 
 class ServedDeltaTransfer(DeltaTransfer):
-    """Transfer, as ``DeltaTransfer``, of a replica that loads in place: it takes no memory for a
-    second copy of the base."""
+    """Transfer, as ``DeltaTransfer``, of a delta that is applied where the weights lie: it takes no
+    memory for a second copy of the base."""
 
     def finish(self, check: Callable[[], None]) -> bytes:
         with self._loan:

@@ -368,10 +368,9 @@ class GroupReceiver:
             with ExitStack() as stack:
                 # Before memory is reserved: other copies give way to a push, this one does not.
                 base = stack.enter_context(store.lend(lambda: store.base_for_delta(*content)))
-                is_where_it_lies = isinstance(base, ServedBase) and base.takes_deltas
-                memory = store.memory
-                warm(memory.device if is_where_it_lies else memory.place(adapter=False))
-                if is_where_it_lies:
+                memory, is_served = store.memory, isinstance(base, ServedBase)
+                warm(memory.device if is_served else memory.place(adapter=False))
+                if is_served:
                     own = found or PartialTransfer.of_changes(
                         transfer_id, self._trainer_id, manifest
                     )

@@ -29,7 +29,7 @@ ENGINE = (
 
 @dataclass
 class Run:
-    """What one run of the example was, step by step."""
+    """Course of one run of the example, step by step."""
 
     rewards: list[float] = field(default_factory=list)
     samples: list[list[list[int]]] = field(default_factory=list)

@@ -56,3 +56,12 @@ def lora(peft_model: Any) -> dict[str, torch.Tensor]:
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
     """Whether names and values are equal, bit by bit."""
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def step(model: nn.Module, share: float = 0.02) -> None:
+    """Change a share of the elements, some by a unit in the last place and some by more."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            at = torch.rand(len(flat)) < share
+            flat.view(torch.int32)[at] += torch.randint(1, 3, (int(at.sum()),), dtype=torch.int32)

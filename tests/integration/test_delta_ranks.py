@@ -96,7 +96,7 @@ def test_a_rank_that_gathers_sends_what_has_changed_for_all(
 def test_a_rank_whose_copy_is_of_something_else_is_found_and_all_send_whole(
     engines: list[EngineDouble], trainer: RankedTrainer, tmp_path: Path
 ) -> None:
-    """Of rank 1 alone: the ranks go on in step."""
+    """Leave out rank 1's copy alone: the ranks go on in step."""
     begun(trainer, "fsdp2")
     trainer.do("push", what="base")
     trainer.do("spoil_copy", rank=1)

@@ -19,9 +19,8 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ElementPlace, ServedBase, tensor_in
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
-from tests.integration.models import Model, same, until, weights
+from tests.integration.models import Model, same, step, until, weights
 from tests.integration.replicas import replica
-from tests.integration.test_deltas import step
 from trainer_side import Publisher
 from weft_rl.cli.orders import rollback
 from weft_rl.contract.manifest import Manifest

@@ -39,10 +39,12 @@ class RankChanges:
     @cached_property
     def joined(self) -> Sequence[Sequence[EncodedChanges]]:
         """Changes that travel in one wire bucket: a bucket takes longer than a few bytes."""
-        found: list[list[EncodedChanges]] = []
+        found, num_bytes = list[list[EncodedChanges]](), 0
         for each in self.coded:
-            if not found or joined_bytes([*found[-1], each]) > self.most_bytes:
+            num_bytes += each.used_bytes
+            if not found or num_bytes > self.most_bytes:
                 found.append([])
+                num_bytes = each.used_bytes
             found[-1].append(each)
         return found
 

@@ -288,7 +288,8 @@ class SendPlan(_message.Message):
     """Senders: ranks 0 and up of the side group; 1 to 256, and each has a wire bucket."""
     delta_from: _builtins.bytes
     """Content digest of the base that a delta changes, in the same layout: the wire buckets then
-    carry the changed elements of their runs alone. Empty where they carry all elements.
+    carry the changed elements of their runs alone, which may lie in later buckets of the layout,
+    too. Empty where they carry all elements.
     """
     @_builtins.property
     def senders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

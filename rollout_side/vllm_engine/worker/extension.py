@@ -186,8 +186,9 @@ class WeftWorker:
         state.copy_plans = apply_base(
             self, staged, state.reference, plans, state.report_progress, state.drafted
         )
-        if state.receiver is not None:
-            served.set(served_base(state, staged, content_digest, staged.tensor_digests))
+        if state.store.num_ranks == 1:  # else deltas change the copy that all ranks share
+            base = served_base(state, staged, content_digest, staged.tensor_digests)
+            served.set(base if base is not None and base.takes_deltas else None)
         has_draft = state.brings_draft(staged.manifest)
         return {"load_seconds": time.perf_counter() - begin, "has_draft": has_draft}
 

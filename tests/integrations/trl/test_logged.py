@@ -1,5 +1,5 @@
-"""What TRL's trainers write of pushes through their own logger: read back from TensorBoard's
-files."""
+"""Figures of pushes that TRL's trainers write through their own logger, read back from the files
+of TensorBoard."""
 
 from __future__ import annotations
 

@@ -908,10 +908,10 @@ def are_aligned(
 ) -> bool:
     """Return whether new elements can be compared where they lie: units of eight begin there as
     they do in a dense payload."""
-    rows = run_rows(runs, itemsizes)
+    begin, tables = old.data_ptr(), _tables(old.device, tuple(runs), tuple(itemsizes))
     return not any(
-        (own.data_ptr() - old.data_ptr() - row[0]) % (_UNIT_ELEMENTS * size)
-        for own, row, size in zip(new, rows, itemsizes, strict=True)
+        (own.data_ptr() - begin - at) % (_UNIT_ELEMENTS * size)
+        for own, at, size in zip(new, tables.packed_at, itemsizes, strict=True)
     )
 
 

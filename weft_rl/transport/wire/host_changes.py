@@ -216,12 +216,13 @@ def read(
 
 
 def _most_changes(payload: torch.Tensor, runs: Sequence[Run]) -> int:
-    """Return the most changes that a payload lists: of a raw block, those of a block."""
+    """Return the most changes that a payload of these runs can list: of a raw block, and of one
+    whose numbers do not fit it, those of a block."""
     begin = 8 * len(runs)
     end = max(begin, min(len(payload) // 8 * 8, head_bytes(runs)))
     headers = payload[begin:end].view(torch.int64)
     near, far = headers & 0xFFFF, (headers >> 16) & 0xFFFF
-    return int(torch.where(near == 0xFFFF, BLOCK_ELEMENTS, near + far).sum())
+    return int((near + far).clamp(max=BLOCK_ELEMENTS).sum())
 
 
 def _apply(

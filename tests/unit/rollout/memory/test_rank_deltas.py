@@ -1,4 +1,4 @@
-"""What the ranks of a replica hold of a base, and whether that is all of it."""
+"""Parts of a base at the ranks of a replica, and whether they are all of it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rollout_side.memory.served_delta import (
     stage_delta,
 )
 from rollout_side.memory.versions import ElementPlace, ServedBase
+from tests.waits import in_thread
 from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, NotReadyError
 from weft_rl.contract.manifest import Run, plan_buckets
 from weft_rl.contract.names import PolicyVersion
@@ -263,6 +265,29 @@ def test_old_elements_are_kept_as_far_as_there_is_room() -> None:
     engine.slot.bound(sizes[-1] - 1)
     assert [base.version.version for base in engine.slot.reachable] == [3, 2]
     assert engine.slot.undo_bytes == sizes[-1] - sizes[0]
+    engine.slot.bound(0)
+    assert engine.slot.reachable == ()
+
+
+def test_what_is_switched_by_is_not_forgotten_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiving thread makes room for a push as the engine's thread goes back."""
+    engine = Engine()
+    made = [engine.tensors()]
+    for number in (2, 3):
+        made.append(changed(made[-1], number))
+        engine.slot.apply(engine.stage(number, made[-1]))
+    write_each = StagedDelta.write_each
+
+    def meanwhile(delta: StagedDelta, write: Callable[[Any], None]) -> None:
+        in_thread(engine.slot.bound, 0).result(10)
+        write_each(delta, write)
+
+    former = engine.slot.reachable[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedDelta, "write_each", meanwhile)
+        assert engine.slot.switch_to(former.transfer_id, former.content_digest)
+    assert same(engine.tensors(), made[0])
+    assert [base.version.version for base in engine.slot.reachable] == [2, 3]
     engine.slot.bound(0)
     assert engine.slot.reachable == ()
 
