@@ -35,8 +35,9 @@ from tests.soak.trainers import POLICIES
 from tests.soak.weights import FIRST_SEED
 from weft_rl.cli.demo.processes import Process
 
-# Longer than a heartbeat and what it has a replica drop.
-_LOOKS, _BETWEEN_SECONDS = 12, 0.3
+# Longer than two heartbeats (2 s) and what they have a replica drop. The thread of a call stays
+# for 1 s: a shorter look could find it each time.
+_LOOKS, _BETWEEN_SECONDS = 14, 0.3
 _PUSH_SECONDS = 150.0
 _PUSHES_OF_A_PUBLISHER = 7
 _MIB = 2**20
@@ -194,15 +195,15 @@ def delta_course(work: Path, pushes: int, *, say: Callable[[str], None]) -> Cour
                 say(f"{number} deltas, the last of {pushed['sent_bytes']} bytes")
                 course.memory_bound = pushed["sent_bytes"] / 2
                 course.looked_at.append(number)
-                for name, figures in _look(processes, _LOOKS // 2).items():
+                for name, figures in _look(processes).items():
                     course.seen.setdefault(name, []).append(figures)
     return course
 
 
-def _look(processes: dict[str, Process], num_looks: int = _LOOKS) -> dict[str, Holding]:
+def _look(processes: dict[str, Process]) -> dict[str, Holding]:
     """Each process of each session: the least of several looks."""
     seen: dict[str, list[Holding]] = {}
-    for _ in range(num_looks):
+    for _ in range(_LOOKS):
         for name, process in processes.items():
             for pid in members(process.pid):
                 with contextlib.suppress(OSError):
