@@ -135,7 +135,10 @@ class RolloutConfig:
     """The base is written from a copy that ``base_copies`` keeps, so not where it is loaded in
     place."""
     backend: BackendChoice = setting(
-        "auto", "Transport of weights; auto: any that this machine has.", panel=_WEIGHTS
+        "auto",
+        "Transport of weights: nccl, one-sided, stream or gloo; auto: any that this machine has.",
+        "BACKEND",
+        panel=_WEIGHTS,
     )
     base_copies: int = setting(
         1,

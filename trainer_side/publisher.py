@@ -88,7 +88,7 @@ class Publisher:
             reached before is waited for until the push's deadline.
         backend: Backend that carries the bytes. "auto": the best that the pool offers and all can
             use: "nccl" from accelerator to accelerator, "one-sided" where every replica can read
-            this process's memory, else "gloo"; ``report.backend`` says which, and
+            this process's memory, else "stream", over TCP; ``report.backend`` says which, and
             ``report.backend_reason`` why. Or one of them and no other.
         ranks: Processes that push together. "all" of ``torch.distributed`` (one, if it is not
             initialised) or those of a group: each makes a Publisher, and each calls every push, in

@@ -427,7 +427,7 @@ class PushReport:
     source: str
     """Kind of trainer and of model that was read."""
     backend: str
-    """Backend that carried the bytes: "one-sided", "nccl" or "gloo"."""
+    """Backend that carried the bytes: "one-sided", "nccl", "stream" or "gloo"."""
     backend_reason: str
     """Reason for this backend, and against those that the pool would have preferred."""
     copied_bytes: int = 0

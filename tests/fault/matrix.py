@@ -27,7 +27,7 @@ PROMISED_SECONDS, A_PUSH_SECONDS = 2.0, 1.5
 #: Signals that leave a replica's process beating, by role: whoever waits must not for long.
 _STUCK = {
     "replica worker": ("SIGSTOP", HANG),
-    "replica worker, over gloo": ("SIGSTOP",),
+    "replica worker, over streams": ("SIGSTOP",),
     "replica loop": (LOOP,),
     "replica, in place": (HANG,),
     "replica rank, in place": ("SIGSTOP",),

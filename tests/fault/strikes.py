@@ -88,7 +88,7 @@ class Strike:
         """For every process of a case."""
         env = {DELTAS: "1"} if self.sends_deltas else {}
         return env | (
-            {"WEFT_ONE_SIDED_DIR": "/nowhere/at/all"} if ROLES[self.role].over_gloo else {}
+            {"WEFT_ONE_SIDED_DIR": "/nowhere/at/all"} if ROLES[self.role].over_streams else {}
         )
 
     @property
@@ -482,7 +482,7 @@ class Role:
     signals: tuple[str, ...] = SIGNALS
     in_place: bool = False
     """Whether the pool's replicas load bases as they come."""
-    over_gloo: bool = False
+    over_streams: bool = False
     """Whether all are kept from reading each other's memory, which they choose by themselves."""
     num_ranks: int = 1
     """Of the trainer."""
@@ -516,11 +516,11 @@ ROLES = {
     ),
     "replica rank, in place": Role(VICTIM, _rank, _FROM_A_BUCKET, in_place=True),
     "replica, copying": Role(VICTIM, _copying, ("at a bucket",)),
-    "trainer rank, over gloo": Role(
-        "rank-1", _sending_rank, ("at a bucket",), over_gloo=True, num_ranks=2
+    "trainer rank, over streams": Role(
+        "rank-1", _sending_rank, ("at a bucket",), over_streams=True, num_ranks=2
     ),
-    "trainer sender, over gloo": Role("trainer", _trainer, POINTS[1:4], over_gloo=True),
-    "replica worker, over gloo": Role(VICTIM, _worker, POINTS[1:4], over_gloo=True),
+    "trainer sender, over streams": Role("trainer", _trainer, POINTS[1:4], over_streams=True),
+    "replica worker, over streams": Role(VICTIM, _worker, POINTS[1:4], over_streams=True),
     "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),
     "trainer sender, delta": Role("trainer", _delta_trainer, _OF_A_DELTA, sends_deltas=True),
     "trainer rank, delta": Role(

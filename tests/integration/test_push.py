@@ -160,11 +160,11 @@ def test_a_pool_on_one_host_is_read_from_by_its_replicas(pool, engines, publishe
     assert all(same(engine.base, weights(Model(1))) for engine in engines)
 
 
-def test_who_cannot_be_read_is_sent_to_over_gloo(pool, engines, publisher):
+def test_who_cannot_be_read_is_sent_to_by_streams(pool, engines, publisher):
     """In the same push, and with the same bytes."""
     engines[1].trials.close()  # as a replica on another host, whose socket is not there
     report = publisher.push_base(Model(seed=1)).report
-    assert report.backend == "gloo"
+    assert report.backend == "stream"
     assert "not one-sided: the peer has no socket in" in report.backend_reason
     assert all(same(engine.base, weights(Model(1))) for engine in engines)
     with (
@@ -187,7 +187,7 @@ def test_a_replica_that_comes_between_trial_and_begin_is_not_left_out(
 
     monkeypatch.setattr(PoolClient, "describe", describe)
     report = publisher.push_base(Model(seed=1)).report
-    assert report.backend == "gloo"
+    assert report.backend == "stream"
     assert report.num_replicas == 2
     assert "this push has found" in report.backend_reason
 

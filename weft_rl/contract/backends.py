@@ -8,9 +8,10 @@ from typing import Final, Literal
 
 ONE_SIDED: Final = "one-sided"
 NCCL: Final = "nccl"
+STREAM: Final = "stream"
 GLOO: Final = "gloo"
 #: Choice of one end: the best backend that both have, or this one and no other.
-BackendChoice = Literal["auto", "nccl", "one-sided", "gloo"]
+BackendChoice = Literal["auto", "nccl", "one-sided", "stream", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,12 @@ class _Facts(dict[str, BackendFacts]):
 
 
 #: Backends, best first. One-sided is as fast as NCCL, forms at once, and works where two members
-#: share a GPU.
+#: share a GPU. Streams cost the sender's link one copy, whatever the number of receivers.
 BACKENDS: Final[Mapping[str, BackendFacts]] = _Facts(
     {
         ONE_SIDED: BackendFacts(on_host=True, on_gpu=True, within_host=True),
         NCCL: BackendFacts(on_gpu=True, one_per_gpu=True, blocks_gpu=True),
+        STREAM: BackendFacts(on_host=True),
         GLOO: BackendFacts(on_host=True),
     }
 )

@@ -1,5 +1,5 @@
-"""Backends that carry a side group's bytes: gloo between hosts' memories, NCCL between
-accelerators', and within one host our own (``one_sided``).
+"""Backends that carry a side group's bytes: NCCL between accelerators' memories, gloo between
+hosts', and our own: within one host (``one_sided``) and between hosts (``stream``).
 
 The libraries' backends are built directly on torch's process-group classes, so the application's
 own ``torch.distributed`` state is neither used nor touched.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
-from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED
+from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED, STREAM
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
+from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
+from weft_rl.transport.stream.members import ALONE, Senders, StreamReceiver, StreamSender
 from weft_rl.transport.wire.buckets import (
     IN_ITS_BUFFER,
     WHOLE,
@@ -131,6 +134,8 @@ def why_unavailable(backend: str, device: torch.device) -> str:
     if backend == ONE_SIDED:
         missing = memory.why_unavailable() if device.type == "cuda" else ""
         return missing or directory.why_unavailable()
+    if backend == STREAM and sys.platform != "linux":
+        return "it is made for Linux"
     return ""
 
 
@@ -155,7 +160,15 @@ def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor
 
 
 def open_backend(
-    name: str, store: RendezvousStore, rank: int, size: int, *, host: str, device: torch.device
+    name: str,
+    store: RendezvousStore,
+    rank: int,
+    size: int,
+    *,
+    host: str,
+    device: torch.device,
+    credentials: Credentials | None = None,
+    senders: Senders = ALONE,
 ) -> Backend:
     """Join a group over the named backend; see ``SideGroup``.
 
@@ -175,6 +188,10 @@ def open_backend(
             if rank == SENDER_RANK
             else OneSidedReceiver(store, rank, device)
         )
+    if name == STREAM:
+        member = StreamSender if rank == SENDER_RANK else StreamReceiver
+        shown = credentials or Credentials.from_environment()
+        return member(store, rank, size, host, shown, senders)
     return _GlooBackend(store, rank, size, host)
 
 

@@ -20,6 +20,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.interrupts import PROGRESS_SECONDS, report_while
+from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.backends import (
     SENDER_RANK,
     Backend,
@@ -28,6 +29,7 @@ from weft_rl.transport.backends import (
     works_to_hold,
 )
 from weft_rl.transport.rendezvous_store import RendezvousStore
+from weft_rl.transport.stream.members import ALONE, Senders
 from weft_rl.transport.wire.buckets import WHOLE, ArrivedBucket, BucketOptions
 
 __all__ = [
@@ -170,8 +172,10 @@ class SideGroup:
         rank: Rank of this process in the lane; its sender is 0.
         size: Number of members.
         backend: One of ``backends.available_backends(device)``.
-        host: Address of this machine that peers connect to (gloo).
+        host: Address of this machine that peers connect to (streams, gloo).
         device: Device of this rank's buffers.
+        credentials: Certificates that encrypt streams; by default this process's.
+        senders: Senders of the side group, and the one whose lane this is.
 
     Forming is lazy: the constructor returns at once, connections are made by the
     first broadcast. One thread sends or receives; ``abort`` may come from any.
@@ -189,13 +193,22 @@ class SideGroup:
         backend: str = GLOO,
         host: str,
         device: torch.device = CPU,
+        credentials: Credentials | None = None,
+        senders: Senders = ALONE,
     ) -> None:
         self.rank, self.size = rank, size
         self._error: WeftError | None = None
         self._lock = threading.Lock()
         self._in_flight: list[Operation] = []
         self._backend: Backend | None = open_backend(
-            backend, store, rank, size, host=host, device=device
+            backend,
+            store,
+            rank,
+            size,
+            host=host,
+            device=device,
+            credentials=credentials,
+            senders=senders,
         )
         if backend == GLOO:  # NCCL has threads that must not outlive the driver
             _PARKED.opened(self._backend)

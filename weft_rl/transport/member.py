@@ -34,6 +34,7 @@ from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
 from weft_rl.transport.rendezvous_store import RendezvousStore
+from weft_rl.transport.stream.members import Senders
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -206,7 +207,7 @@ class Membership:
         on_message: Called with each direction, on the stream's thread; must not block.
         on_closed: Called once when the stream ends unasked; the group has been
             aborted with the same error by then.
-        credentials: Credentials that the channel shows; by default this process's.
+        credentials: Credentials that the channel and streams show; by default this process's.
 
     Raises:
         PeerUnavailableError: The coordinator does not answer.
@@ -230,7 +231,7 @@ class Membership:
         self.lanes: dict[int, SideGroup] = {}
         try:
             for sender in (ticket.rank,) if is_sender else range(ticket.num_senders):
-                self.lanes[sender] = self._open_lane(ticket, sender, device)
+                self.lanes[sender] = self._open_lane(ticket, sender, device, credentials)
             self.attendance = AttendStream(
                 self.stub,
                 self.credential,
@@ -270,7 +271,13 @@ class Membership:
         self._channel.close()
         return settled
 
-    def _open_lane(self, ticket: GroupTicket, sender: int, device: torch.device) -> SideGroup:
+    def _open_lane(
+        self,
+        ticket: GroupTicket,
+        sender: int,
+        device: torch.device,
+        credentials: Credentials | None,
+    ) -> SideGroup:
         others = ticket.num_senders - 1  # senders that are not in this lane
         return SideGroup(
             RendezvousStore(self.stub, self.credential, _FORMING_SECONDS, f"{sender}/"),
@@ -279,6 +286,8 @@ class Membership:
             backend=ticket.backend,
             host=ticket.host,
             device=device,
+            credentials=credentials,
+            senders=Senders(sender, ticket.num_senders),
         )
 
     def _close_lanes(self) -> bool:

@@ -701,7 +701,7 @@ class BeginTransferRequest(_message.Message):
     layout_digest: _builtins.bytes
     """Layout of what will be sent, made known by PutManifest."""
     backend: _builtins.str
-    """Side-group backend that the sender is going to use: "nccl", "one-sided" or "gloo"."""
+    """Side-group backend that the sender is going to use: "nccl", "one-sided", "stream" or "gloo"."""
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
@@ -810,7 +810,7 @@ class GroupPlan(_message.Message):
     size: _builtins.int
     """Number of members; 2 to 16,384."""
     backend: _builtins.str
-    """"nccl", "one-sided" or "gloo"."""
+    """"nccl", "one-sided", "stream" or "gloo"."""
     num_senders: _builtins.int
     """Senders of the group, ranks 0 and up; the others receive. 1 where it is not said."""
     @_builtins.property

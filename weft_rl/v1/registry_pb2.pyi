@@ -197,7 +197,7 @@ class Capabilities(_message.Message):
     """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Side-group backends, best first: "nccl", "one-sided", "gloo"."""
+        """Side-group backends, best first: "nccl", "one-sided", "stream", "gloo"."""
 
     @_builtins.property
     def lora_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

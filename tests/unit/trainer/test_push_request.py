@@ -32,7 +32,7 @@ NOWHERE = "127.0.0.1:1"
         ({"data_host": ""}, "without scheme or port"),
         ({"ranks": "x"}, "ranks='x': use 'all', 'this' or a torch.distributed process group"),
         ({"ranks": None}, "ranks=None"),
-        ({"backend": "mpi"}, "use one of 'auto', 'nccl', 'one-sided', 'gloo'"),
+        ({"backend": "mpi"}, "use one of 'auto', 'nccl', 'one-sided', 'stream', 'gloo'"),
         ({"options": "fast"}, r"options='fast': give trainer_side.PushOptions\(...\)"),
         ({"device": "cuda:0"}, "this process has no CUDA device"),
         ({"device": "cpu"}, "is no CUDA device"),

@@ -72,11 +72,11 @@ BUFFER = torch.zeros(256, dtype=torch.uint8)
 
 
 def test_a_cpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backends.available_backends(CPU) == ("one-sided", "gloo")
+    assert backends.available_backends(CPU) == ("one-sided", "stream", "gloo")
     monkeypatch.setenv("WEFT_ONE_SIDED_DIR", "/nowhere/at/all")
-    assert backends.available_backends(CPU) == ("gloo",)
+    assert backends.available_backends(CPU) == ("stream", "gloo")
     with pytest.raises(
-        UnsupportedError, match=r"'nccl' is not available for cpu: it .*; have gloo"
+        UnsupportedError, match=r"'nccl' is not available for cpu: it .*; have stream, gloo"
     ):
         SideGroup(object(), 0, 2, backend="nccl", host="127.0.0.1")
 

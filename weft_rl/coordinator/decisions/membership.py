@@ -180,7 +180,7 @@ def _check_backends(state: PoolState, event: events.Register) -> None:
             f"replica {event.replica_id!r} offers the side-group backends "
             f"{', '.join(offered) or 'none'}, and this pool's weights move over "
             f"{used[0] if used else 'one that is named'}: give it an accelerator, or start all "
-            "replicas with --backend gloo",
+            "replicas with --backend stream",
             reason="BACKEND_MISMATCH",
         )
 

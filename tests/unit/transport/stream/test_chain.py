@@ -1,0 +1,151 @@
+"""Buckets that are passed on from receiver to receiver, and links that break."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.doubles.wires import Wires
+from tests.unit.transport.stream.chain import SIZE, Group, content, finish, host_of
+from tests.waits import until
+from weft_rl.transport.stream.messages import StreamError
+from weft_rl.transport.wire.buckets import BucketOptions
+
+#: More than sockets hold.
+BIG = 40 * 2**20
+
+
+def laid(wires: Wires) -> None:
+    """Wait until all are connected: four lanes a hop, and one for reports."""
+    until(lambda: [len(wires.cables[host_of(rank)]) for rank in range(3)] == [5, 5, 5], 10)
+
+
+@pytest.fixture
+def group(wires: Wires) -> Iterator[Group]:
+    made = Group(4)
+    yield made
+    made.close()
+
+
+def test_each_link_carries_a_bucket_once(wires: Wires, group: Group) -> None:
+    sent = group.send(1)
+    for work, memory in [group.post(rank) for rank in (1, 2, 3)]:
+        finish(work)
+        assert torch.equal(memory, content(1))
+    finish(sent)
+    carried = {
+        host: sum(len(cable.to_near) for cable in cables) for host, cables in wires.cables.items()
+    }
+    assert carried.keys() == {host_of(0), host_of(1), host_of(2)}
+    assert all(SIZE < num_bytes < 1.01 * SIZE for num_bytes in carried.values()), carried
+
+
+def test_a_piece_is_passed_on_before_the_bucket_is_there(wires: Wires, group: Group) -> None:
+    (_, first), (_, last) = group.post(1, BIG), group.post(3, BIG)
+    group.post(2, BIG)
+    laid(wires)
+    for cable in wires.cables[host_of(0)][3:]:  # two of the four lanes
+        cable.stop()
+    group.send(1, size=BIG)
+    until(lambda: bool(last.any()), 10)
+    assert not torch.equal(first, content(1, BIG))
+
+
+def test_a_link_that_is_cut_is_gone_around(wires: Wires, group: Group) -> None:
+    """By the second receiver's asking the sender; the third is fed by it as before. What has
+    arrived does not come again."""
+    posted = {rank: group.post(rank) for rank in (1, 2, 3)}
+    group.send(1)
+    until(lambda: posted[3][1].count_nonzero() > SIZE // 8, 10)
+    wires.refuses.add(host_of(1))
+    for cable in wires.cables[host_of(1)]:
+        cable.cut()
+    for work, memory in posted.values():
+        finish(work)
+        assert torch.equal(memory, content(1))
+    from_sender = wires.cables[host_of(0)]
+    assert len(from_sender) == 10, "two hops: to the first receiver, and to the second"
+    again = sum(len(cable.to_near) for cable in from_sender[5:])
+    assert again < SIZE, "it had some of it"
+    group.send(2)
+    for rank in (1, 2, 3):
+        work, memory = group.post(rank)
+        finish(work)
+        assert torch.equal(memory, content(2))
+
+
+def test_a_receiver_that_nobody_can_feed_says_so(wires: Wires, group: Group) -> None:
+    laid(wires)
+    wires.refuses.update({host_of(0), host_of(1), host_of(2)})
+    work, _ = group.post(3)
+    for cable in wires.cables[host_of(2)]:
+        cable.cut()
+    until(lambda: work.done, 10)
+    with pytest.raises(StreamError, match=r"no member sends this one .*rank 1 at .* cut off"):
+        work.finish()
+
+
+def test_the_sender_hears_who_keeps_a_bucket(group: Group) -> None:
+    told = threading.Event()
+    sent = group.send(1, BucketOptions(on_kept=told.set))
+    works = [group.post(rank)[0] for rank in (1, 2, 3)]
+    for work in works:
+        finish(work)
+    for work in works[1:]:
+        assert work.keep()
+    assert not sent.is_kept
+    works[0].keep()
+    assert told.wait(10)
+    assert sent.is_kept
+
+
+def test_memory_is_let_go_of_once_all_keep_it(group: Group) -> None:
+    buffer = content(1)
+    sent = group.sender.broadcast(buffer, 20.0)
+    works = [group.post(rank)[0] for rank in (1, 2, 3)]
+    held = [weakref.ref(memory) for memory in (buffer.untyped_storage(),)]
+    del buffer
+    for work in works:
+        finish(work)
+        work.keep()
+    until(lambda: sent.is_kept, 10)
+    gc.collect()
+    until(lambda: all(ref() is None for ref in held), 10)
+
+
+def test_a_buffer_is_not_written_before_it_was_passed_on(wires: Wires, group: Group) -> None:
+    """The second bucket is received in the memory of the first, which waits for the last
+    receiver's link."""
+    laid(wires)
+    for cable in wires.cables[host_of(2)]:
+        cable.stop()
+    memory = torch.zeros(BIG, dtype=torch.uint8)
+    second = group.receivers[1]
+    first_work, next_work = second.broadcast(memory, 20.0), second.broadcast(memory, 20.0)
+    for seed in (1, 2):
+        group.send(seed, size=BIG)
+        group.post(1, BIG)
+    last = [group.post(3, BIG) for _ in (1, 2)]
+    finish(first_work)
+    assert not next_work.wait_until(0.0)
+    assert torch.equal(memory, content(1, BIG))
+    for cable in wires.cables[host_of(2)]:
+        cable.go_on()
+    for seed, (work, received) in zip((1, 2), last, strict=True):
+        finish(work)
+        assert torch.equal(received, content(seed, BIG))
+    finish(next_work)
+    assert torch.equal(memory, content(2, BIG))
+
+
+def test_a_bucket_of_another_size_is_refused(group: Group) -> None:
+    group.send(1)
+    work, _ = group.post(1, SIZE - 1)
+    until(lambda: work.done, 10)
+    with pytest.raises(StreamError, match=r"sends 3,145,733 bytes where 3,145,732 are expected"):
+        work.finish()

@@ -1,0 +1,260 @@
+"""One connection between two members of a stream group: messages, and pieces of buckets.
+
+It is a socket that one thread reads or writes, never two at once: so it can be encrypted by the
+``ssl`` module, whose sockets bear no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import ssl
+import struct
+import time
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from weft_rl.ipc.bytes_codec import bytes_codec
+from weft_rl.ipc.connection import STREAM_HEAD_BYTES, close_in_children
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.stream.messages import (
+    KEY_BYTES,
+    MESSAGES,
+    PIECE_HEAD,
+    Challenge,
+    LaneHello,
+    Message,
+    Proof,
+    StreamError,
+)
+
+_M = TypeVar("_M")
+_LENGTH: Final = struct.Struct("<Q")
+#: Bytes of the first frame of a connection.
+HELLO_BYTES: Final = STREAM_HEAD_BYTES + bytes_codec(LaneHello).max_bytes
+# How long a link may be silent, by the kernels' own packets: a peer that is merely busy answers
+# them. Less than the coordinator grants a member that says nothing.
+_DEAD_MILLISECONDS: Final = 3_000
+_OPTIONS: Final = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MILLISECONDS),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _DEAD_MILLISECONDS // 1000),
+)
+
+
+class Lane:
+    """Connection to another member.
+
+    Args:
+        connected: Socket, owned from now on.
+        peer: Name of the other end in errors.
+
+    Raises:
+        StreamError: It is gone already.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str) -> None:
+        self._socket, self.peer = connected, peer
+        self._deadline: float | None = None
+        close_in_children(connected)
+        try:
+            for level, option, value in _OPTIONS:
+                connected.setsockopt(level, option, value)
+        except OSError as error:
+            connected.close()
+            raise self._gone(error) from error
+
+    def set_deadline(self, deadline: float | None) -> None:
+        """Let what follows fail at a ``time.monotonic()``; None waits for as long as the link
+        lives."""
+        self._deadline = deadline
+        if deadline is None:
+            self._socket.settimeout(None)
+
+    def encrypt(self, context: ssl.SSLContext, *, as_server: bool) -> bytes:
+        """Encrypt what follows; blocks until both ends agree.
+
+        Returns:
+            The peer's certificate in DER; empty where it has shown none.
+        """
+        self._hurry()
+        try:
+            self._socket = context.wrap_socket(self._socket, server_side=as_server)
+        except OSError as error:  # an error of ssl is one
+            raise StreamError(f"{self.peer} could not be met over TLS: {error}") from error
+        close_in_children(self._socket)
+        return self._socket.getpeercert(binary_form=True) or b""
+
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        number, content = MESSAGES.encode(message)
+        self._send(MESSAGES.pack_head(number) + _LENGTH.pack(len(content)) + content)
+
+    def hear(self, kind: type[_M]) -> _M:
+        """Receive a message of a kind.
+
+        Raises:
+            StreamError: The peer is gone or too slow, or says something else.
+        """
+        head = bytearray(STREAM_HEAD_BYTES)
+        self._receive(memoryview(head))
+        number = MESSAGES.read_head(head, self.peer)
+        (num_bytes,) = _LENGTH.unpack_from(head, STREAM_HEAD_BYTES - _LENGTH.size)
+        MESSAGES.check_size(number, num_bytes, self.peer)
+        content = bytearray(num_bytes)
+        self._receive(memoryview(content))
+        message = MESSAGES.decode(number, bytes(content), peer=self.peer)
+        if not isinstance(message, kind):
+            raise StreamError(f"{self.peer} said {type(message).__name__} out of turn")
+        return message
+
+    def send_piece(self, sequence: int, total: int, index: int, content: memoryview) -> None:
+        """Send a piece of a bucket."""
+        head = PIECE_HEAD.pack(sequence, total, index)
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._send(head)
+            self._send(content)
+            return
+        try:
+            sent = self._socket.sendmsg([head, content])
+            if sent < len(head):
+                self._send(memoryview(head)[sent:])
+                sent = len(head)
+        except OSError as error:
+            raise self._gone(error) from error
+        self._send(content[sent - len(head) :])
+
+    def receive_head(self) -> tuple[int, int, int]:
+        """Receive the head of the next piece: the bucket's number, its bytes, the piece's number.
+        Blocks until one comes."""
+        head = bytearray(PIECE_HEAD.size)
+        self._receive(memoryview(head))
+        sequence, total, index = PIECE_HEAD.unpack(head)
+        return sequence, total, index
+
+    def receive_into(self, content: memoryview) -> None:
+        """Receive the bytes of a piece."""
+        self._receive(content)
+
+    def shut(self) -> None:
+        """End both directions: threads that wait at either end learn it at once."""
+        with contextlib.suppress(OSError):
+            # Not ``SSLSocket.shutdown``: it takes the encryption from under a thread that uses it.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket, once no other thread uses it."""
+        self._socket.close()
+
+    def _send(self, content: bytes | memoryview) -> None:
+        self._hurry()
+        try:
+            self._socket.sendall(content)
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _receive(self, content: memoryview) -> None:
+        try:
+            while content:
+                self._hurry()
+                if not (num_bytes := self._socket.recv_into(content)):
+                    raise self._gone()
+                content = content[num_bytes:]
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _hurry(self) -> None:
+        if self._deadline is not None:
+            self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
+
+    def _gone(self, error: OSError | None = None) -> StreamError:
+        if isinstance(error, TimeoutError):
+            return StreamError(f"{self.peer} does not answer: {error}")
+        return StreamError(f"{self.peer} closed the connection" + (f": {error}" if error else ""))
+
+
+def prove_receiver(lane: Lane, secret: bytes, hello: LaneHello) -> None:
+    """Prove to the member that was asked that this end knows the group's secret, as that end does,
+    each to a challenge of the other: what was overheard once proves nothing.
+
+    Raises:
+        StreamError: The peer does not know it.
+    """
+    challenge = lane.hear(Challenge)
+    if not hmac.compare_digest(challenge.proof, _proof(secret, b"sends", hello, challenge.nonce)):
+        raise StreamError(f"{lane.peer} does not know the group's secret")
+    lane.say(Proof(_proof(secret, b"receives", hello, challenge.nonce)))
+
+
+def check_receiver(lane: Lane, secret: bytes, hello: LaneHello) -> None:
+    """Let who connected prove that it knows the group's secret.
+
+    Raises:
+        StreamError: It does not.
+    """
+    nonce = os.urandom(KEY_BYTES)
+    lane.say(Challenge(nonce, _proof(secret, b"sends", hello, nonce)))
+    if not hmac.compare_digest(lane.hear(Proof).proof, _proof(secret, b"receives", hello, nonce)):
+        raise StreamError(f"{lane.peer} does not know the group's secret")
+
+
+def _proof(secret: bytes, role: bytes, hello: LaneHello, nonce: bytes) -> bytes:
+    return hmac.digest(secret, role + MESSAGES.encode(hello)[1] + nonce, hashlib.sha256)
+
+
+@dataclass(frozen=True)
+class LaneTls:
+    """Encryption of a member's lanes, with the certificates of its control plane.
+
+    The receiver is the server of TLS, whoever connects: every replica of an encrypted pool has a
+    certificate, a trainer may have a token only.
+    """
+
+    server: ssl.SSLContext | None = None
+    client: ssl.SSLContext | None = None
+    fingerprint: bytes = b""
+    """SHA-256 of the certificate that it shows; empty where there is none."""
+
+    @staticmethod
+    def of(credentials: Credentials) -> LaneTls:
+        """Read the certificates of a process, as they are now.
+
+        Raises:
+            InvalidRequestError: They cannot be used.
+        """
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.minimum_version = ssl.TLSVersion.TLSv1_3
+        # The other end is known by the certificate that it announced to the coordinator, and no
+        # other: no authority can sign a second one.
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        if not credentials.tls_cert:
+            return LaneTls(client=client)
+        pem = credentials.read_certificates()
+        client.load_cert_chain(credentials.tls_cert, credentials.tls_key)
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.minimum_version, server.num_tickets = ssl.TLSVersion.TLSv1_3, 0
+        server.load_cert_chain(credentials.tls_cert, credentials.tls_key)
+        if credentials.tls_ca:
+            server.verify_mode = ssl.CERT_OPTIONAL
+            server.load_verify_locations(credentials.tls_ca)
+        own = ssl.PEM_cert_to_DER_cert(_first_certificate(pem.cert.decode()))
+        return LaneTls(server, client, fingerprint_of(own))
+
+
+def fingerprint_of(certificate: bytes) -> bytes:
+    """Return the fingerprint of a certificate in DER; empty of none."""
+    return hashlib.sha256(certificate).digest() if certificate else b""
+
+
+_END: Final = "-----END CERTIFICATE-----"
+
+
+def _first_certificate(pem: str) -> str:
+    begin = pem.index("-----BEGIN CERTIFICATE-----")
+    return pem[begin : pem.index(_END, begin) + len(_END)]

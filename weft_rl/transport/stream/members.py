@@ -1,0 +1,693 @@
+"""The members of a stream group: each passes the pieces that it has on to those that ask for them.
+
+A receiver opens its connections to the one before it in the chain, and says what it has already.
+Where a connection breaks, it asks the next member of ``sources_of`` for what it lacks, the sender
+at last. So nobody waits for a link that is cut, and nothing comes twice but what was on its way.
+One file: both ends of a hop, and what a bucket's memory waits for, are one protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from weft_rl.interrupts import ThreadWaker
+from weft_rl.ipc.connection import PeerError
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.stream import listening
+from weft_rl.transport.stream.lane import (
+    Lane,
+    LaneTls,
+    check_receiver,
+    fingerprint_of,
+    prove_receiver,
+)
+from weft_rl.transport.stream.messages import (
+    CHAIN,
+    KEY_BYTES,
+    PLACE,
+    SECRET_BYTES,
+    Chain,
+    KeptBucket,
+    LaneHello,
+    Place,
+    Serves,
+    Station,
+    StreamError,
+    Wants,
+)
+from weft_rl.transport.stream.order import chain_of, sources_of
+from weft_rl.transport.stream.works import StreamWork, pieces_in
+from weft_rl.transport.wire.buckets import WHOLE, BucketOptions, write_tail
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Senders:
+    """Senders of a side group, and the one whose lane it is."""
+
+    own: int
+    num: int
+
+
+ALONE = Senders(0, 1)
+_PREFIX = "stream"
+_SENDER = 0
+#: Connections that bring pieces to a receiver, of all senders together; each has one at least.
+_NUM_LANES = 4
+#: A connection is opened, and both ends have proven who they are, within so long.
+_CONNECT_SECONDS = 3.0
+#: Connections that prove who they are at one time.
+_MAX_PENDING = 64
+#: How long a bucket is held for a receiver that may ask for it: the next one in the chain as the
+#: group forms, or one whose connection has broken.
+_HOLD_SECONDS = 3.0
+# Between two looks at what is told by others, whose word may be lost in an interrupt.
+_LOOK_SECONDS = 5.0
+_HELD_LOOK_SECONDS = 0.05
+_IDLE_SECONDS = 60.0
+# Reports that are said again over another connection.
+_MAX_KEPT = 64
+
+
+class _FedReceiver:
+    """The receiver at the other end of a hop, as it is fed: how far it is. Guarded by its member's
+    lock."""
+
+    def __init__(self, rank: int, wants: Wants) -> None:
+        self.rank = rank
+        #: Bucket that is being sent, and place in the order of its pieces.
+        self.sequence, self._at = wants.first, 0  # the cursor
+        self._held = {held.sequence: pieces_in(held) for held in wants.held}
+        self.on_their_way: Counter[int] = Counter()
+        self.lanes: list[Lane] = []
+        self.is_over = False
+
+    def has_next(self, works: Mapping[int, StreamWork]) -> bool:
+        """Return whether ``next_piece`` may find one."""
+        work = works.get(self.sequence)
+        return self.is_over or (work is not None and self._at < len(work.order))
+
+    def next_piece(
+        self, works: Mapping[int, StreamWork], first: int
+    ) -> tuple[StreamWork, int] | None:
+        """Take the next piece to send, if one is here.
+
+        A bucket's last piece goes before the next one's first: a receiver may have no memory for
+        the next one before it has this one, and then reads nothing more.
+
+        Args:
+            first: First bucket that is here; all have what was before.
+        """
+        if self.sequence < first:
+            self._go_to(first)
+        while (work := works.get(self.sequence)) is not None:
+            held = self._held.get(work.sequence, frozenset())
+            while self._at < len(work.order):
+                index = work.order[self._at]
+                self._at += 1
+                if index in held:
+                    continue
+                self.on_their_way[work.sequence] += 1
+                if self._at == work.num_pieces:
+                    self._go_to(work.sequence + 1)
+                return work, index
+            if self._at < work.num_pieces:
+                return None
+            self._go_to(work.sequence + 1)
+        return None
+
+    def _go_to(self, sequence: int) -> None:
+        self._held.pop(self.sequence, None)
+        self.sequence, self._at = sequence, 0
+
+    def note_sent(self, sequence: int) -> None:
+        """Note that a piece of a bucket was sent."""
+        self.on_their_way[sequence] -= 1
+        if not self.on_their_way[sequence]:
+            del self.on_their_way[sequence]
+
+    def is_fed(self, work: StreamWork) -> bool:
+        """Return whether all of a bucket was sent."""
+        return self.sequence > work.sequence and not self.on_their_way[work.sequence]
+
+
+class StreamMember:
+    """Stream ``backends.Backend`` of one member, which feeds those that ask it.
+
+    Args:
+        store: The lane's rendezvous store.
+        rank: Rank in the lane; the sender's is 0.
+        size: Number of members.
+        host: Address of this machine that the others connect to.
+        credentials: Certificates of this process.
+        senders: Senders of the group, each of which has a lane.
+
+    Raises:
+        StreamError: Nothing can listen at ``host``.
+    """
+
+    #: Threads of its own connect.
+    is_formed = True
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        host: str,
+        credentials: Credentials,
+        senders: Senders = ALONE,
+    ) -> None:
+        self._senders = senders
+        self._store, self._rank, self._ranks = store, rank, range(1, size)
+        self._host, self._key = host, os.urandom(KEY_BYTES)
+        self._tls = LaneTls.of(credentials)
+        self._chain: Chain | None = None
+        self._lock = threading.Lock()  # guards what follows
+        self._works: dict[int, StreamWork] = {}
+        self._num_works = 0
+        #: First bucket that was not let go of.
+        self._first_here = 0
+        self._hops: dict[bytes, _FedReceiver] = {}
+        self._num_pending = 0
+        #: ``time.monotonic()`` until which buckets are held for who may ask.
+        self._held_until = 0.0
+        self.error = ""
+        self._lanes: set[Lane] = set()
+        self._threads: set[threading.Thread] = set()
+        self._wakers: set[ThreadWaker] = set()
+        self._port = listening.open_lane(host, self._key, self._admit)
+        try:
+            self._start(self._run_member, "weft-stream")
+        except BaseException:
+            listening.shut_lane(host, self._key)
+            raise
+
+    # -- see ``backends.Backend`` --------------------------------------------------
+
+    def abort(self) -> None:
+        self._end("this rank left the group")
+
+    def settle(self, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        with self._lock:
+            threads = [*self._threads]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return bool(self.error) and not any(thread.is_alive() for thread in threads)
+
+    def _end(self, error: str) -> None:
+        """End all with an error, soon; never blocks, never raises."""
+        with self._lock:
+            self.error = self.error or error
+            lanes, works = [*self._lanes], [*self._works.values()]
+        for lane in lanes:
+            lane.shut()
+        for work in works:
+            work.wake()
+        self._ring()
+
+    def _run_member(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 (the edge of a thread)
+            # Also what the store raises when the group is over.
+            if not isinstance(error, PeerError | RuntimeError):
+                _log.exception("a stream group ended")
+            self._end(str(error) if isinstance(error, PeerError) else f"the group: {error!r}")
+        finally:
+            listening.shut_lane(self._host, self._key)
+            own = threading.current_thread()
+            while others := [thread for thread in self._snapshot() if thread is not own]:
+                others[0].join()
+            with self._lock:
+                works = [*self._works.values()]
+                self._works.clear()
+            for work in works:
+                work.end(self.error)
+
+    def _run(self) -> None:
+        """Do what is this member's part until ``error`` is set, or raise it."""
+        raise NotImplementedError
+
+    def _snapshot(self) -> list[threading.Thread]:
+        with self._lock:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            return [*self._threads]
+
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        """Run something on a thread of its own.
+
+        Raises:
+            RuntimeError: There can be no further one.
+        """
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+            thread.start()
+        return thread
+
+    def _check(self) -> None:
+        if self.error:
+            raise StreamError(self.error)
+
+    def _announce(self) -> Place:
+        site = os.environ.get("WEFT_SITE", "")
+        place = Place(self._key, self._host, self._port, self._tls.fingerprint, site)
+        self._store.set(f"{_PREFIX}/{self._rank}", PLACE.pack(place).hex())
+        return place
+
+    def _station(self, rank: int) -> Station:
+        assert self._chain is not None
+        for station in self._chain.stations:
+            if station.rank == rank:
+                return station
+        raise StreamError(f"there is no rank {rank} in the group")
+
+    # -- waking ------------------------------------------------------------------------
+
+    def _ring(self) -> None:
+        for waker in tuple(self._wakers):
+            waker.ring()
+
+    @contextlib.contextmanager
+    def _waker(self) -> Iterator[ThreadWaker]:
+        waker = ThreadWaker()
+        with self._lock:
+            self._wakers.add(waker)
+        try:
+            yield waker
+        finally:
+            with self._lock:
+                self._wakers.discard(waker)
+
+    @contextlib.contextmanager
+    def _using(self, lane: Lane) -> Iterator[Lane]:
+        """Shut a lane with the group; close it at the end."""
+        with self._lock:
+            self._lanes.add(lane)
+            is_over = bool(self.error)
+        if is_over:
+            lane.shut()
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                self._lanes.discard(lane)
+            lane.shut()
+            lane.close()
+
+    # -- feeding -----------------------------------------------------------------------
+
+    def _admit(self, lane: Lane, hello: LaneHello) -> None:
+        """Serve a connection on a thread of its own; on the listener's thread."""
+        with self._lock:
+            is_refused = bool(self.error) or self._num_pending >= _MAX_PENDING
+            self._num_pending += not is_refused
+        if is_refused:
+            lane.close()
+            return
+        try:
+            self._start(lambda: self._serve(lane, hello), "weft-stream-feed")
+        except RuntimeError as error:
+            _log.warning("a receiver cannot be served: %s", error)
+            self._no_longer_pending()
+            lane.close()
+
+    def _no_longer_pending(self) -> None:
+        with self._lock:
+            self._num_pending -= 1
+
+    def _serve(self, lane: Lane, hello: LaneHello) -> None:
+        try:
+            with self._using(lane):
+                try:
+                    self._meet(lane, hello)
+                finally:
+                    self._no_longer_pending()
+                if hello.nth:
+                    self._feed(lane, hello)
+                else:
+                    self._attend(lane, hello)
+        except PeerError as error:
+            _log.debug("rank %d is not fed any more: %s", hello.rank, error)
+        except Exception:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("rank %d cannot be fed", hello.rank)
+        finally:
+            self._drop_hop(hello.hop)
+
+    def _meet(self, lane: Lane, hello: LaneHello) -> None:
+        """Let the member that has connected prove who it is."""
+        lane.set_deadline(time.monotonic() + _CONNECT_SECONDS)
+        with self._waker() as waker:
+            # It may know the chain a moment before this member does.
+            waker.wait_for(lambda: bool(self._chain or self.error), _CONNECT_SECONDS)
+        self._check()
+        if self._chain is None or hello.rank not in self._ranks:
+            raise StreamError(
+                f"{lane.peer} says that it is rank {hello.rank}, too early or wrongly"
+            )
+        place = self._station(hello.rank).place
+        lane.peer = f"rank {hello.rank} at {place.host}:{place.port}"
+        if place.fingerprint:
+            assert self._tls.client is not None
+            shown = lane.encrypt(self._tls.client, as_server=False)
+            if fingerprint_of(shown) != place.fingerprint:
+                raise StreamError(f"{lane.peer} shows another certificate than it has announced")
+        check_receiver(lane, self._chain.secret, hello)
+
+    def _attend(self, lane: Lane, hello: LaneHello) -> None:
+        """Register a receiver that wants to be fed, and hear what it reports."""
+        wants = lane.hear(Wants)
+        hop = _FedReceiver(hello.rank, wants)
+        with self._lock:
+            first = self._first_here
+            if wants.first >= first:
+                for key, other in [*self._hops.items()]:
+                    if other.rank == hello.rank:  # it has given that one up
+                        del self._hops[key]
+                        _end_hop(other)
+                hop.lanes.append(lane)
+                self._hops[hello.hop] = hop
+                self._held_until = 0.0
+        lane.say(Serves(first))
+        lane.set_deadline(None)
+        self._ring()
+        while wants.first >= first:
+            kept = lane.hear(KeptBucket)
+            self._note_kept(kept.sequence, kept.ranks)
+
+    def _drop_hop(self, key: bytes) -> None:
+        with self._lock:
+            hop = self._hops.pop(key, None)
+            if hop is not None:
+                _end_hop(hop)
+                if not self.error:
+                    self._held_until = time.monotonic() + _HOLD_SECONDS
+        if hop is not None:
+            self._ring()
+
+    def _feed(self, lane: Lane, hello: LaneHello) -> None:
+        """Send pieces over one of a hop's connections until the hop is over."""
+        with self._lock:
+            hop = self._hops.get(hello.hop)
+            if hop is not None:
+                hop.lanes.append(lane)
+        if hop is None or hop.rank != hello.rank:
+            raise StreamError(f"{lane.peer} begins in the middle")
+        lane.set_deadline(None)
+        with self._waker() as waker:
+            while not (self.error or hop.is_over):
+                with self._lock:
+                    taken = hop.next_piece(self._works, self._first_here)
+                    self._let_go()
+                if taken is None:
+                    waker.wait_for(lambda: self._has_next(hop), _LOOK_SECONDS)
+                    continue
+                work, index = taken
+                lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
+                with self._lock:
+                    hop.note_sent(work.sequence)
+
+    def _has_next(self, hop: _FedReceiver) -> bool:
+        return bool(self.error) or hop.has_next(self._works)
+
+    def _is_fed(self, work: StreamWork) -> bool:
+        """Return whether all who ask were sent all of a bucket; with the lock held."""
+        return bool(self._hops) and all(hop.is_fed(work) for hop in self._hops.values())
+
+    def _let_go(self) -> None:
+        """Let go of buckets, in their order, that nobody needs here; with the lock held."""
+        raise NotImplementedError
+
+    def _drop_first(self) -> StreamWork:
+        work = self._works.pop(self._first_here)
+        self._first_here += 1
+        work.let_go()
+        return work
+
+    def _note_kept(self, sequence: int, ranks: tuple[int, ...]) -> None:
+        """Take in that receivers have verified a bucket."""
+        raise NotImplementedError
+
+
+def _bytes_of(value: bytes) -> bytes:
+    """Return the bytes of a value of the store, whose values are texts to torch."""
+    return bytes.fromhex(value.decode())
+
+
+def _end_hop(hop: _FedReceiver) -> None:
+    hop.is_over = True
+    for lane in hop.lanes:
+        lane.shut()
+
+
+def _end_reader(lane: Lane, reader: threading.Thread) -> None:
+    lane.shut()
+    reader.join()
+
+
+class StreamSender(StreamMember):
+    """Stream ``backends.Backend`` of the sender."""
+
+    def broadcast(
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
+    ) -> StreamWork:
+        write_tail(buffer, options)
+        with self._lock:
+            self._check()
+            work = StreamWork(buffer, self._num_works, options, self._ranks)
+            # Its memory is written again, so all have verified what was in it: the coordinator
+            # has said so.
+            while any(work.overlaps(old) for old in self._works.values()):
+                self._drop_first()
+            self._works[work.sequence] = work
+            self._num_works += 1
+        self._ring()
+        return work
+
+    def _run(self) -> None:
+        places = {_SENDER: self._announce()}
+        found = self._store.multi_get([f"{_PREFIX}/{rank}" for rank in self._ranks])
+        for rank, content in zip(self._ranks, found, strict=True):
+            places[rank] = PLACE.unpack(_bytes_of(content))
+        chain = Chain(os.urandom(SECRET_BYTES), chain_of(places, self._senders.own))
+        self._chain = chain
+        self._store.set(f"{_PREFIX}/chain", CHAIN.pack(chain).hex())
+        self._ring()
+        with self._waker() as waker:
+            while not self.error:
+                waker.wait_for(lambda: bool(self.error), _IDLE_SECONDS)
+
+    def _let_go(self) -> None:
+        for work in self._works.values():
+            if self._is_fed(work):
+                work.sent()
+        while (first := self._works.get(self._first_here)) is not None and first.is_kept:
+            self._drop_first()
+
+    def _note_kept(self, sequence: int, ranks: tuple[int, ...]) -> None:
+        with self._lock:
+            work = self._works.get(sequence)
+            if work is None or work.is_kept:
+                return
+            work.unkept.difference_update(ranks)
+            if work.unkept:
+                return
+            work.is_kept = True
+            self._let_go()
+        if work.on_kept is not None:
+            work.on_kept()
+
+
+class StreamReceiver(StreamMember):
+    """Stream ``backends.Backend`` of a receiver."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        host: str,
+        credentials: Credentials,
+        senders: Senders = ALONE,
+    ) -> None:
+        self._kept: dict[int, set[int]] = {}
+        self._to_tell: deque[KeptBucket] = deque()
+        self._is_last = False
+        super().__init__(store, rank, size, host, credentials, senders)
+
+    def broadcast(
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
+    ) -> StreamWork:
+        with self._lock:
+            self._check()
+            work = StreamWork(buffer, self._num_works, options)
+            work.tell_kept = self._tell_kept
+            self._works[work.sequence] = work
+            self._num_works += 1
+        self._ring()
+        return work
+
+    def _tell_kept(self, sequence: int) -> None:
+        self._note_kept(sequence, (self._rank,))
+
+    def _note_kept(self, sequence: int, ranks: tuple[int, ...]) -> None:
+        with self._lock:
+            self._kept.setdefault(sequence, set()).update(ranks)
+            while len(self._kept) > _MAX_KEPT:
+                del self._kept[min(self._kept)]
+            self._to_tell.append(KeptBucket(sequence, ranks))
+        self._ring()
+
+    def _let_go(self) -> None:
+        is_held = not self._is_last and time.monotonic() < self._held_until
+        while (first := self._works.get(self._first_here)) is not None and first.is_whole:
+            if is_held or not all(hop.is_fed(first) for hop in self._hops.values()):
+                return
+            self._drop_first()
+
+    def _run(self) -> None:
+        self._announce()
+        chain = CHAIN.unpack(_bytes_of(self._store.get(f"{_PREFIX}/chain")))
+        self._is_last = chain.stations[-1].rank == self._rank
+        self._held_until = time.monotonic() + _HOLD_SECONDS
+        self._chain = chain
+        self._ring()
+        failures: list[str] = []
+        for source in sources_of(chain.stations, self._rank):
+            try:
+                self._follow(source)
+            except PeerError as error:
+                self._check()
+                failures.append(str(error))
+                _log.info("rank %d asks another member: %s", self._rank, error)
+        raise StreamError(f"no member sends this one what it lacks: {'; '.join(failures)}")
+
+    def _follow(self, source: Station) -> None:
+        """Receive from a member until that ends, which raises."""
+        hop, over = os.urandom(KEY_BYTES), list[str]()
+        with contextlib.ExitStack() as stack:
+            waker = stack.enter_context(self._waker())
+            reports = stack.enter_context(self._connected(source, hop, 0))
+            wants = self._wants()
+            reports.say(wants)
+            first = reports.hear(Serves).first
+            if first > wants.first:
+                raise StreamError(f"{reports.peer} has bucket {wants.first} no more")
+            reports.set_deadline(None)
+            for nth in range(1, max(1, _NUM_LANES // self._senders.num) + 1):
+                lane = stack.enter_context(self._connected(source, hop, nth))
+                lane.set_deadline(None)
+                reader = self._start(partial(self._read, lane, over), "weft-stream-read")
+                stack.callback(_end_reader, lane, reader)
+            _log.debug("rank %d is fed by %s", self._rank, reports.peer)
+            with self._lock:  # what was said over a former hop may not have come to the sender
+                self._to_tell = deque(
+                    KeptBucket(s, tuple(ranks)) for s, ranks in self._kept.items()
+                )
+            while not (self.error or over):
+                with self._lock:
+                    told, self._to_tell = self._to_tell, deque()
+                    self._let_go()
+                for kept in told:
+                    reports.say(kept)
+                waker.wait_for(
+                    lambda: bool(self.error or over or self._to_tell),
+                    _HOLD_SECONDS if self._works else _IDLE_SECONDS,
+                )
+            raise StreamError(self.error or over[0])
+
+    @contextlib.contextmanager
+    def _connected(self, source: Station, hop: bytes, nth: int) -> Iterator[Lane]:
+        """Open a connection to a member, and prove to each other who is there; it is closed at the
+        end."""
+        place, chain = source.place, self._chain
+        assert chain is not None
+        peer = f"rank {source.rank} at {place.host}:{place.port}"
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        try:
+            connected = socket.create_connection((place.host, place.port), _CONNECT_SECONDS)
+        except OSError as error:
+            raise StreamError(f"{peer} cannot be reached: {error}") from error
+        with self._using(Lane(connected, peer)) as lane:
+            lane.set_deadline(deadline)
+            hello = LaneHello(place.key, self._rank, hop, nth, os.urandom(KEY_BYTES))
+            lane.say(hello)
+            if self._tls.server is not None:
+                shown = lane.encrypt(self._tls.server, as_server=True)
+                if place.fingerprint and fingerprint_of(shown) != place.fingerprint:
+                    raise StreamError(f"{peer} shows another certificate than it has announced")
+            prove_receiver(lane, chain.secret, hello)
+            yield lane
+
+    def _wants(self) -> Wants:
+        """Say what this member lacks; nothing receives meanwhile."""
+        with self._lock:
+            works = [work for work in self._works.values() if not work.is_whole]
+            first = min((work.sequence for work in works), default=self._num_works)
+            return Wants(first, tuple(work.held() for work in works if work.order))
+
+    def _read(self, lane: Lane, over: list[str]) -> None:
+        """Receive pieces over one connection until it ends."""
+        try:
+            with self._waker() as waker:
+                while not (self.error or over):
+                    sequence, num_bytes, index = lane.receive_head()
+                    work = self._memory_of(sequence, waker, over)
+                    if work.num_bytes != num_bytes:
+                        raise StreamError(
+                            f"{lane.peer} sends {num_bytes:,} bytes where {work.num_bytes:,} are "
+                            "expected"
+                        )
+                    lane.receive_into(work.piece(index))
+                    with self._lock:
+                        work.put(index)
+                        if work.is_whole:
+                            self._let_go()
+                    self._ring()
+        except Exception as error:  # noqa: BLE001 (the edge of a thread)
+            if not isinstance(error, PeerError):
+                _log.exception("pieces cannot be received")
+            over.append(str(error))
+            self._ring()
+
+    def _memory_of(self, sequence: int, waker: ThreadWaker, over: list[str]) -> StreamWork:
+        """Return the work of a bucket once its memory may be written: a receive was posted, and
+        what was there before was passed on."""
+        found: list[StreamWork] = []
+
+        def is_free() -> bool:
+            with self._lock:
+                self._let_go()
+                work = self._works.get(sequence)
+                if work is None:
+                    return sequence < self._first_here
+                before = (old for key, old in self._works.items() if key < sequence)
+                if any(work.overlaps(old) for old in before):
+                    return False
+                found.append(work)
+                return True
+
+        while not found:
+            if self.error or over or sequence < self._first_here:
+                raise StreamError(self.error or f"bucket {sequence} came out of turn")
+            is_held = sequence < self._num_works
+            waker.wait_for(
+                lambda: bool(self.error or over) or is_free(),
+                _HELD_LOOK_SECONDS if is_held else _LOOK_SECONDS,
+            )
+        return found[-1]

@@ -1,0 +1,138 @@
+"""Broadcasts over a stream group, in pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+from weft_rl.interrupts import Flag
+from weft_rl.transport.stream.messages import Held, StreamError, piece_bytes
+from weft_rl.transport.wire.buckets import IN_ITS_BUFFER, BucketOptions
+
+
+class StreamWork:
+    """A broadcast; see ``backends.Work``. Its state is guarded by its member's lock.
+
+    Args:
+        buffer: Bytes to send, or memory to receive them in: uint8 of the host.
+        sequence: Number of the bucket in its lane.
+        options: See ``Backend.broadcast``.
+        unkept: Receivers that have to say that they keep it, at the sender; None at a receiver.
+    """
+
+    arrived = IN_ITS_BUFFER
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        sequence: int,
+        options: BucketOptions,
+        unkept: Collection[int] | None = None,
+    ) -> None:
+        self.sequence, self.num_bytes, self.on_kept = sequence, buffer.numel(), options.on_kept
+        self._bytes: memoryview | None = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        begin = buffer.data_ptr()
+        self._span = range(begin, begin + self.num_bytes)
+        self._piece_bytes = piece_bytes(self.num_bytes)
+        self.num_pieces = -(-self.num_bytes // self._piece_bytes)
+        is_whole = unkept is not None
+        #: Pieces that are here, in the order in which they have come.
+        self.order = list(range(self.num_pieces)) if is_whole else []
+        self._held = bytearray([is_whole]) * self.num_pieces
+        self.unkept = set(unkept or ())
+        self.is_kept = False
+        #: How a receiver tells the sender that it keeps the bucket; never blocks, never raises.
+        self.tell_kept: Callable[[int], None] | None = None
+        self._woken = Flag()
+        self._error = ""
+        #: True once the bytes are here, or were sent. They may be passed on for longer: before
+        #: its memory is received in again, that has ended.
+        self.done = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all pieces are here."""
+        return len(self.order) == self.num_pieces
+
+    def overlaps(self, other: StreamWork) -> bool:
+        """Return whether the memory of two broadcasts has bytes in common."""
+        one, two = self._span, other._span
+        return max(one.start, two.start) < min(one.stop, two.stop)
+
+    def piece(self, index: int) -> memoryview:
+        """Return the bytes of a piece.
+
+        Raises:
+            StreamError: There is no such piece, or the memory was let go of.
+        """
+        if self._bytes is None or index >= self.num_pieces:
+            raise StreamError(f"piece {index} of bucket {self.sequence} is not here")
+        begin = index * self._piece_bytes
+        return self._bytes[begin : begin + self._piece_bytes]
+
+    def has(self, index: int) -> bool:
+        """Return whether a piece is here."""
+        return bool(self._held[index])
+
+    def put(self, index: int) -> None:
+        """Note that a piece has come."""
+        if not self._held[index]:
+            self._held[index] = 1
+            self.order.append(index)
+            if self.is_whole:
+                self._set_done()
+
+    def held(self) -> Held:
+        """Return which pieces are here."""
+        bits = bytearray(-(-self.num_pieces // 8))
+        for index in self.order:
+            bits[index >> 3] |= 1 << (index & 7)
+        return Held(self.sequence, bytes(bits))
+
+    def sent(self) -> None:
+        """Note that all who have asked were sent all of it: the sender waits no longer."""
+        self._set_done()
+
+    def let_go(self) -> None:
+        """Pass the bytes on no more."""
+        self._bytes = None
+        self._set_done()
+
+    def end(self, error: str) -> None:
+        """End it with an error, if it is not done. The memory is used no more."""
+        if not self.done:
+            self._error = error
+        self.let_go()
+
+    def _set_done(self) -> None:
+        self.done = True
+        self._woken.set()
+
+    # -- see ``backends.Work`` -----------------------------------------------------
+
+    def wait_until(self, deadline: float) -> bool:
+        return self._woken.wait(deadline - time.monotonic())
+
+    def finish(self) -> None:
+        if self._error:
+            raise StreamError(self._error)
+
+    def give_back(self) -> None:
+        pass  # nothing is lent
+
+    def keep(self) -> bool:
+        if self.tell_kept is not None:
+            self.tell_kept(self.sequence)
+        return self.tell_kept is not None
+
+    def wake(self) -> None:
+        self._woken.set()
+
+
+def pieces_in(held: Held) -> frozenset[int]:
+    """Return the numbers of the pieces that a bitmap names."""
+    return frozenset(
+        8 * at + bit for at, byte in enumerate(held.pieces) for bit in range(8) if byte >> bit & 1
+    )
