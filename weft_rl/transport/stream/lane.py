@@ -85,6 +85,7 @@ class Lane:
         """
         self._hurry()
         try:
+            self._socket.getpeername()  # ``ssl`` leaves a socket open whose peer is gone
             self._socket = context.wrap_socket(self._socket, server_side=as_server)
         except OSError as error:  # an error of ssl is one
             raise StreamError(f"{self.peer} could not be met over TLS: {error}") from error

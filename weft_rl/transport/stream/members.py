@@ -188,7 +188,9 @@ class StreamMember:
         self.error = ""
         self._lanes: set[Lane] = set()
         self._threads: set[threading.Thread] = set()
-        self._wakers: set[ThreadWaker] = set()
+        #: Of threads that feed, which pieces are for, and of all others.
+        self._feeding: set[ThreadWaker] = set()
+        self._waiting: set[ThreadWaker] = set()
         self._port = listening.open_lane(host, self._key, self._admit)
         try:
             self._start(self._run_member, "weft-stream")
@@ -280,19 +282,24 @@ class StreamMember:
     # -- waking ------------------------------------------------------------------------
 
     def _ring(self) -> None:
-        for waker in tuple(self._wakers):
+        self._ring_feeding()
+        for waker in tuple(self._waiting):
+            waker.ring()
+
+    def _ring_feeding(self) -> None:
+        for waker in tuple(self._feeding):
             waker.ring()
 
     @contextlib.contextmanager
-    def _waker(self) -> Iterator[ThreadWaker]:
+    def _waker(self, wakers: set[ThreadWaker]) -> Iterator[ThreadWaker]:
         waker = ThreadWaker()
         with self._lock:
-            self._wakers.add(waker)
+            wakers.add(waker)
         try:
             yield waker
         finally:
             with self._lock:
-                self._wakers.discard(waker)
+                wakers.discard(waker)
 
     @contextlib.contextmanager
     def _using(self, lane: Lane) -> Iterator[Lane]:
@@ -352,7 +359,7 @@ class StreamMember:
     def _meet(self, lane: Lane, hello: LaneHello) -> None:
         """Let the member that has connected prove who it is."""
         lane.set_deadline(time.monotonic() + _CONNECT_SECONDS)
-        with self._waker() as waker:
+        with self._waker(self._waiting) as waker:
             # It may know the chain a moment before this member does.
             waker.wait_for(lambda: bool(self._chain or self.error), _CONNECT_SECONDS)
         self._check()
@@ -409,7 +416,7 @@ class StreamMember:
         if hop is None or hop.rank != hello.rank:
             raise StreamError(f"{lane.peer} begins in the middle")
         lane.set_deadline(None)
-        with self._waker() as waker:
+        with self._waker(self._feeding) as waker:
             while not (self.error or hop.is_over):
                 with self._lock:
                     taken = hop.next_piece(self._works, self._first_here)
@@ -488,7 +495,7 @@ class StreamSender(StreamMember):
         self._chain = chain
         self._store.set(f"{_PREFIX}/chain", CHAIN.pack(chain).hex())
         self._ring()
-        with self._waker() as waker:
+        with self._waker(self._waiting) as waker:
             while not self.error:
                 waker.wait_for(lambda: bool(self.error), _IDLE_SECONDS)
 
@@ -581,7 +588,7 @@ class StreamReceiver(StreamMember):
         """Receive from a member until that ends, which raises."""
         hop, over = os.urandom(KEY_BYTES), list[str]()
         with contextlib.ExitStack() as stack:
-            waker = stack.enter_context(self._waker())
+            waker = stack.enter_context(self._waker(self._waiting))
             reports = stack.enter_context(self._connected(source, hop, 0))
             wants = self._wants()
             reports.say(wants)
@@ -644,7 +651,7 @@ class StreamReceiver(StreamMember):
     def _read(self, lane: Lane, over: list[str]) -> None:
         """Receive pieces over one connection until it ends."""
         try:
-            with self._waker() as waker:
+            with self._waker(self._waiting) as waker:
                 while not (self.error or over):
                     sequence, num_bytes, index = lane.receive_head()
                     work = self._memory_of(sequence, waker, over)
@@ -656,9 +663,13 @@ class StreamReceiver(StreamMember):
                     lane.receive_into(work.piece(index))
                     with self._lock:
                         work.put(index)
-                        if work.is_whole:
+                        is_whole = work.is_whole
+                        if is_whole:
                             self._let_go()
-                    self._ring()
+                    if is_whole:
+                        self._ring()
+                    else:
+                        self._ring_feeding()
         except Exception as error:  # noqa: BLE001 (the edge of a thread)
             if not isinstance(error, PeerError):
                 _log.exception("pieces cannot be received")

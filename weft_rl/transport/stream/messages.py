@@ -28,7 +28,7 @@ _Text = Annotated[str, 512]
 PIECE_HEAD: Final = struct.Struct("<QQI")
 _LEAST_PIECE_BYTES: Final = 16 * 2**10
 _MOST_PIECE_BYTES: Final = 256 * 2**10
-_PIECES: Final = 64
+_PIECES: Final = 256
 
 
 def piece_bytes(num_bytes: int) -> int:
