@@ -194,6 +194,11 @@ chart-package: .venv-chart/.installed  ## The chart as an archive in build/chart
 two-machines: install  ## Two machines, with certificates and without, by the commands of docs/start.md (4 min; root).
 	$(BIN)/python -m pytest tests/two_machines
 
+# Needs root: hosts are network namespaces. BACKEND=gloo takes that backend, CASE=links that case.
+.PHONY: network
+network: install  ## Pushes between hosts: slow links, cut hosts, odd addresses; a table beside what links carry (10 min; root).
+	$(BIN)/python -m tests.network $(if $(BACKEND),--backend $(BACKEND)) $(if $(CASE),--case $(CASE))
+
 # The schemas of other people's resources are on npm alone, and the registry that the packaged chart is
 # pushed to is of Debian (without it one test is skipped); nothing of them is committed.
 .venv-chart/.installed: Makefile pyproject.toml

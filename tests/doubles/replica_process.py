@@ -62,7 +62,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     if "--sleeps" in sys.argv:
         settings |= {"gpu_uuids": ("GPU-a",), "can_sleep": True}
     if "--staging" in sys.argv:
-        settings["staging_capacity_bytes"] = int(sys.argv[sys.argv.index("--staging") + 1])
+        settings["staging_capacity_bytes"] = int(_said("--staging"))
     tracer = NO_TRACER
     if "--traces" in sys.argv:
         settings["tracer"] = tracer = open_tracer("weft-replica", replica_id)
@@ -77,10 +77,13 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     )
     if isinstance(engine, EngineDouble):
         engine.lies_in_two = "--readable" not in sys.argv
-    listen = "127.0.0.1:0"
-    if "--listen" in sys.argv:
-        listen = f"{sys.argv[sys.argv.index('--listen') + 1]}:0"
-    config = AgentConfig(coordinator=coordinator, replica_id=replica_id, listen=listen)
+    listen = f"{_said('--listen') or '127.0.0.1'}:0"
+    config = AgentConfig(
+        coordinator=coordinator,
+        replica_id=replica_id,
+        listen=listen,
+        advertise_host=_said("--advertise"),
+    )
     agent = Agent(config, engine)
     server = await serve(agent, _security(), tracer)
     running = asyncio.create_task(agent.run())
@@ -98,11 +101,16 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         os._exit(0)  # threads wait for the other of the two: input, or the worker
 
 
+def _said(option: str) -> str:
+    """Return the word that follows an option; empty where it is not given."""
+    return sys.argv[sys.argv.index(option) + 1] if option in sys.argv else ""
+
+
 def _security() -> Security | None:
     """With ``--access FILE`` it asks callers who they are; what it shows is in the environment."""
     if "--access" not in sys.argv:
         return Security(insecure=True) if "--listen" in sys.argv else None
-    file = AccessFile(Path(sys.argv[sys.argv.index("--access") + 1]))
+    file = AccessFile(Path(_said("--access")))
     return Security(credentials=Credentials.from_environment(), access=file)
 
 

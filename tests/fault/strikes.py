@@ -40,6 +40,8 @@ UNDO, CLONE = "in an undo", "in a clone"
 HANG = "HANG"
 #: Nor is this one: the event loop of a replica's agent is held, and its other threads go on.
 LOOP = "LOOP"
+#: Nor is this one: the thread waits at the point until who watches has cut a host off the network.
+CUT = "CUT"
 #: For how long; many times what the coordinator of the matrix allows.
 HANG_SECONDS = 15.0
 #: Where the base is none of it: a version of another policy is dropped.
@@ -107,6 +109,11 @@ class Strike:
         return Path(self.directory) / "struck"
 
     @property
+    def cut(self) -> Path:
+        """Exists once who watches has cut a host off."""
+        return Path(self.directory) / "cut"
+
+    @property
     def target(self) -> Path:
         """Holds pid and signal, if the victim is not the one that comes to the point."""
         return Path(self.directory) / "target"
@@ -119,6 +126,8 @@ class Strike:
             self.struck.write_text(f"{time.time()} {pid}")
             if name == HANG:
                 time.sleep(HANG_SECONDS)
+            elif name == CUT:
+                until(self.cut.exists, HANG_SECONDS)
             elif name == LOOP:
                 _loops[-1].call_soon_threadsafe(time.sleep, HANG_SECONDS)
             else:

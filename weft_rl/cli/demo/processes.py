@@ -43,12 +43,22 @@ class Process(subprocess.Popen[str]):
     """Child process whose output goes to a log file and is read line by line.
 
     It gets SIGTERM when the thread that made it ends, even by SIGKILL.
+
+    Args:
+        within: Words of a command that becomes Python, for example in a network namespace.
     """
 
-    def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[str],
+        log_dir: Path,
+        env: dict[str, str],
+        within: Sequence[str] = (),
+    ) -> None:
         self._open_log(name, log_dir)
         super().__init__(
-            [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
+            [*within, sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, **env}, start_new_session=True,
         )  # fmt: skip
