@@ -12,6 +12,7 @@ from typing import Final, Literal
 from weft_rl.contract.backends import BackendChoice
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.group import SITE_VARIABLE
 from weft_rl.contract.names import check_name
 from weft_rl.contract.options import access_setting, check_bounds, insecure_setting, setting
 from weft_rl.rpc.channel import check_listen
@@ -60,6 +61,14 @@ class AgentConfig:
         "the coordinator.",
         "HOST",
         panel=_ADDRESSES,
+    )
+    site: str = setting(
+        "",
+        "Label of the place where this replica runs. Weights that go over TCP cross between two "
+        "places once.",
+        "LABEL",
+        panel=_ADDRESSES,
+        envvar=SITE_VARIABLE,
     )
     http_url: str = setting(
         "",

@@ -296,8 +296,10 @@ class ReplicaServicer(ReplicaServiceServicer):
                 f"group {group.group_id!r} over {group.backend[:40]!r}: a group needs a name and "
                 f"one of the backends {', '.join(self._agent.engine.capabilities.backends)}"
             )
-        coordinator = self._agent.config.coordinator
-        return TICKET.decode(group, coordinator=coordinator, host=self._agent.host)
+        config = self._agent.config
+        return TICKET.decode(
+            group, coordinator=config.coordinator, host=self._agent.host, site=config.site
+        )
 
     @_order
     async def DiscardTransfer(  # noqa: N802

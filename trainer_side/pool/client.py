@@ -15,7 +15,7 @@ import torch
 
 from trainer_side.packing.packer import PackedBuckets, PackerCache, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
-from trainer_side.pool.coordinator_client import CoordinatorClient, data_address
+from trainer_side.pool.coordinator_client import CoordinatorClient, data_address, own_site
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import SENDER
 from trainer_side.sources.source import Adapter
@@ -415,7 +415,9 @@ class PoolClient:
         return self._ticket(answer.group)
 
     def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
-        return TICKET.decode(group, coordinator=self.coordinator.target, host=self._host)
+        return TICKET.decode(
+            group, coordinator=self.coordinator.target, host=self._host, site=own_site()
+        )
 
     def outcome(
         self,

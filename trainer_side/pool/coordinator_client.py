@@ -7,6 +7,7 @@ that they need.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferTimeoutError,
 )
+from weft_rl.contract.group import SITE_VARIABLE
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.channel import local_address_towards, open_threaded_channel, split_target
@@ -170,6 +172,11 @@ def why_unreachable(target: str, credentials: Credentials | None = None) -> str:
         return error.strerror.lower() if error.strerror else str(error)
     known = Credentials.from_environment() if credentials is None else credentials
     return why_refused(target, known, _HANDSHAKE_SECONDS)
+
+
+def own_site() -> str:
+    """Return the label of the place where this process runs, by its environment."""
+    return os.environ.get(SITE_VARIABLE, "")
 
 
 def data_address(data_host: str | None, target: str) -> str:

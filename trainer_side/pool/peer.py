@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PushSender
-from trainer_side.pool.coordinator_client import data_address
+from trainer_side.pool.coordinator_client import data_address, own_site
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import (
     NotReadyError,
@@ -86,7 +86,9 @@ class SideGroupRank:
             return
         self.close()
         host = data_address(self._data_host, self._coordinator)
-        ticket = TICKET.decode(begun.group, coordinator=self._coordinator, host=host)
+        ticket = TICKET.decode(
+            begun.group, coordinator=self._coordinator, host=host, site=own_site()
+        )
         token = [begun.group.token, *begun.group.further_tokens][number]
         ticket = replace(ticket, rank=number, token=token)
         device = self._selection.device_of(ticket.backend)

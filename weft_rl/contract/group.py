@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+#: Labels the place where a process runs: weights cross between two places once.
+SITE_VARIABLE: Final = "WEFT_SITE"
 #: Members that one replica may add to a side group.
 MAX_RECEIVERS: Final = 1024
 #: Ranks of one side group, the senders included. The coordinator forms no larger one,
@@ -38,3 +40,5 @@ class GroupTicket:
     size: int
     backend: str
     num_senders: int = field(default=1, metadata={"unset": 1})
+    site: str = ""
+    """Label of the place where this member runs; see ``SITE_VARIABLE``."""

@@ -144,12 +144,12 @@ REPORT_BESIDE_VECTOR: Final = codec(
 )
 CHECKPOINT: Final = codec(Checkpoint, registry_pb2.Checkpoint)
 TENSOR: Final = codec(StoredTensor, types_pb2.TensorDigest)
-#: Place in a side group; the member says by which address it reaches the coordinator, and by which
-#: it is reached.
+#: Place in a side group; the member says by which address it reaches the coordinator, by which it
+#: is reached, and where it runs.
 TICKET: Final = codec(
     GroupTicket,
     publish_pb2.GroupPlan,
-    given=["coordinator", "host"],
+    given=["coordinator", "host", "site"],
     told=["further_tokens"],
 )
 

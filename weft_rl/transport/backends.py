@@ -169,6 +169,7 @@ def open_backend(
     device: torch.device,
     credentials: Credentials | None = None,
     senders: Senders = ALONE,
+    site: str = "",
 ) -> Backend:
     """Join a group over the named backend; see ``SideGroup``.
 
@@ -191,7 +192,7 @@ def open_backend(
     if name == STREAM:
         member = StreamSender if rank == SENDER_RANK else StreamReceiver
         shown = credentials or Credentials.from_environment()
-        return member(store, rank, size, host, shown, senders)
+        return member(store, rank, size, host, shown, senders, site)
     return _GlooBackend(store, rank, size, host)
 
 

@@ -176,6 +176,7 @@ class SideGroup:
         device: Device of this rank's buffers.
         credentials: Certificates that encrypt streams; by default this process's.
         senders: Senders of the side group, and the one whose lane this is.
+        site: Label of the place where this rank runs (streams).
 
     Forming is lazy: the constructor returns at once, connections are made by the
     first broadcast. One thread sends or receives; ``abort`` may come from any.
@@ -195,6 +196,7 @@ class SideGroup:
         device: torch.device = CPU,
         credentials: Credentials | None = None,
         senders: Senders = ALONE,
+        site: str = "",
     ) -> None:
         self.rank, self.size = rank, size
         self._error: WeftError | None = None
@@ -209,6 +211,7 @@ class SideGroup:
             device=device,
             credentials=credentials,
             senders=senders,
+            site=site,
         )
         if backend == GLOO:  # NCCL has threads that must not outlive the driver
             _PARKED.opened(self._backend)

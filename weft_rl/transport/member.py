@@ -288,6 +288,7 @@ class Membership:
             device=device,
             credentials=credentials,
             senders=Senders(sender, ticket.num_senders),
+            site=ticket.site,
         )
 
     def _close_lanes(self) -> bool:

@@ -438,7 +438,10 @@ class SendingRank:
                 reform = response.reform
                 _log.warning("resuming in epoch %d: %s", reform.group.epoch, reform.message)
                 self.successor = TICKET.decode(
-                    reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
+                    reform.group,
+                    coordinator=self.ticket.coordinator,
+                    host=self.ticket.host,
+                    site=self.ticket.site,
                 )
                 self._membership.abort(WeftError("resuming in another group"))
         self._changed.ring()

@@ -27,11 +27,11 @@ MAX_WORDS = 40
 GENERAL = _listed(
     """
     activity addition channel codec conversion dispatcher entry executor factory feed flag formatter
-    gate interceptor link listener mapping note param piece record rectangle ref requirement
+    gate interceptor listener mapping note param record rectangle ref requirement
     reservation selection signal snapshot spec table tracker usage view walk watermark window
     """
 )
-MAX_GENERAL = 36
+MAX_GENERAL = 34
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
 VERBS = _listed(
     """

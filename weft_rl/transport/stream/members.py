@@ -154,6 +154,7 @@ class StreamMember:
         host: Address of this machine that the others connect to.
         credentials: Certificates of this process.
         senders: Senders of the group, each of which has a lane.
+        site: Label of the place where this member runs.
 
     Raises:
         StreamError: Nothing can listen at ``host``.
@@ -170,8 +171,9 @@ class StreamMember:
         host: str,
         credentials: Credentials,
         senders: Senders = ALONE,
+        site: str = "",
     ) -> None:
-        self._senders = senders
+        self._senders, self._site = senders, site
         self._store, self._rank, self._ranks = store, rank, range(1, size)
         self._host, self._key = host, os.urandom(KEY_BYTES)
         self._tls = LaneTls.of(credentials)
@@ -267,8 +269,7 @@ class StreamMember:
             raise StreamError(self.error)
 
     def _announce(self) -> Place:
-        site = os.environ.get("WEFT_SITE", "")
-        place = Place(self._key, self._host, self._port, self._tls.fingerprint, site)
+        place = Place(self._key, self._host, self._port, self._tls.fingerprint, self._site)
         self._store.set(f"{_PREFIX}/{self._rank}", PLACE.pack(place).hex())
         return place
 
@@ -531,11 +532,12 @@ class StreamReceiver(StreamMember):
         host: str,
         credentials: Credentials,
         senders: Senders = ALONE,
+        site: str = "",
     ) -> None:
         self._kept: dict[int, set[int]] = {}
         self._to_tell: deque[KeptBucket] = deque()
         self._is_last = False
-        super().__init__(store, rank, size, host, credentials, senders)
+        super().__init__(store, rank, size, host, credentials, senders, site)
 
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE

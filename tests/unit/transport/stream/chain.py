@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.transport.stream.members import StreamReceiver, StreamSender
+from weft_rl.transport.stream.members import ALONE, StreamReceiver, StreamSender
 from weft_rl.transport.stream.messages import PLACE, Place
 from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
@@ -35,15 +35,19 @@ class Group:
 
     Args:
         credentials: By rank; none by default.
+        sites: By rank; all one by default.
     """
 
-    def __init__(self, size: int, credentials: Sequence[Credentials] = ()) -> None:
+    def __init__(
+        self, size: int, credentials: Sequence[Credentials] = (), sites: Sequence[str] = ()
+    ) -> None:
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=SECONDS))
         shown = [*credentials] or [Credentials()] * size
-        self.sender = StreamSender(self.store, 0, size, host_of(0), shown[0])
+        sites = [*sites] or [""] * size
+        self.sender = StreamSender(self.store, 0, size, host_of(0), shown[0], ALONE, sites[0])
         self.receivers = [
-            StreamReceiver(self.store, rank, size, host_of(rank), shown[rank])
+            StreamReceiver(self.store, rank, size, host_of(rank), shown[rank], ALONE, sites[rank])
             for rank in range(1, size)
         ]
 
