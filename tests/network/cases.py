@@ -35,7 +35,14 @@ class Row:
     """Replicas that did not serve the version when the push ended."""
     wrong: str
     """Replicas that served other bytes."""
-    note: str = ""
+    push_seconds: float
+    """Time from the call until it returned or failed."""
+    error: str
+    """Reason of a push that failed."""
+    told: tuple[str, ...]
+    """Remarks that the trainer was told."""
+    whole_seconds: float | None = None
+    """Time from the end of damage and push until every replica served the next push."""
 
     @property
     def floor_seconds(self) -> float | None:
@@ -43,11 +50,9 @@ class Row:
         return self.megabytes * 8 / self.mbit if self.mbit else None
 
 
-def row(case: str, pool: HostedPool, push: Push, note: str = "") -> Row:
+def row(case: str, pool: HostedPool, push: Push, whole_seconds: float | None = None) -> Row:
     """Make the row of a push."""
     plan, answer = pool.plan, push.answer
-    how = answer.get("error", "pushed")
-    note = f"{how} in {answer['seconds']:.1f} s{'; ' * bool(note)}{note}"
     links = [*plan.slow.values(), plan.mbit]
     return Row(
         case=case,
@@ -58,7 +63,10 @@ def row(case: str, pool: HostedPool, push: Push, note: str = "") -> Row:
         staged_seconds=answer.get("staging"),
         lost=", ".join(push.lost),
         wrong=", ".join(push.wrong),
-        note=note,
+        push_seconds=answer["seconds"],
+        error=answer.get("error", ""),
+        told=tuple(answer.get("remarks", (answer.get("message", ""),))),
+        whole_seconds=whole_seconds,
     )
 
 
@@ -87,8 +95,9 @@ def links(backend: str) -> Iterator[Row]:
                 pool.push(_PUSH_SECONDS)  # groups are formed, memory is touched
                 pushes = [pool.push(_PUSH_SECONDS) for _ in range(3)]
                 assert all(push.is_committed for push in pushes), pushes
+                # The median of three.
                 pushes.sort(key=lambda push: push.answer["staging"])
-                yield row("links", pool, pushes[1], "median of 3")
+                yield row("links", pool, pushes[1])
 
 
 def two_ranks(backend: str) -> Iterator[Row]:
@@ -149,8 +158,10 @@ def _both_ways(one: str, other: str) -> Damage:
     return Damage(f"{one} and {other} parted", do, undo)
 
 
-def _disturbed(pool: HostedPool, damage: Damage, point: str, seconds: float) -> Row:
-    """Damage the network for so long from when a push has come to a point; then push again."""
+def _disturbed(pool: HostedPool, damage: Damage, point: str, seconds: float | None) -> Row:
+    """Damage the network from when a push has come to a point, for so long or until the push has
+    ended; then push again."""
+    lasting = "until the end" if seconds is None else f"{seconds:.0f} s"
     strike = None if point == "before begin" else pool.arm(point)
     if point != "in rendezvous":  # there the group must be a new one
         _check(pool)
@@ -164,17 +175,21 @@ def _disturbed(pool: HostedPool, damage: Damage, point: str, seconds: float) -> 
             strike.cut.touch()
         else:
             pool.begin_push(_PUSH_SECONDS)
-        stays(lambda: pool.ended() == [], seconds)
+        if seconds is None:
+            push = pool.end_push(_PUSH_SECONDS)
+        else:
+            stays(lambda: pool.ended() == [], seconds)
     finally:
         damage.undo(pool.net)
-    push = pool.end_push(_PUSH_SECONDS)
-    back = _check(pool)
-    name = f"{damage.name} {seconds:.0f} s, {point}"
-    return row(name, pool, push, f"next push served by all {back:.1f} s after")
+    if seconds is not None:
+        push = pool.end_push(_PUSH_SECONDS)
+    return row(f"{damage.name} {lasting}, {point}", pool, push, _check(pool))
 
 
 def _damages(
-    *damages: Damage, points: Sequence[str] = POINTS, seconds: Sequence[float] = (_LONG_SECONDS,)
+    *damages: Damage,
+    points: Sequence[str] = POINTS,
+    seconds: Sequence[float | None] = (_LONG_SECONDS,),
 ) -> Callable[[str], Iterator[Row]]:
     def case(backend: str) -> Iterator[Row]:
         plan = PoolPlan(backend=backend, bucket_bytes=2**18, mbit=100.0)
@@ -259,6 +274,14 @@ CASES: dict[str, Callable[[str], Iterator[Row]]] = {
         _both_ways("coordinator", "trainer-0"),
         _both_ways("trainer-0", VICTIM),
         points=_TO_A_BUCKET,
+    ),
+    "parted-for-good": _damages(
+        _both_ways("coordinator", VICTIM),
+        _both_ways("trainer-0", VICTIM),
+        _one_way("trainer-0", VICTIM),
+        _one_way(VICTIM, "trainer-0"),
+        points=("in rendezvous", "at a bucket"),
+        seconds=(None,),
     ),
     "hidden": hidden,
     "wrong-interface": wrong_interface,
