@@ -24,8 +24,13 @@ def _seconds(value: float | None) -> str:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("case", "backend", "replicas", "MB", "link Mbit/s", "floor s", "staged s",
-                  "ratio", "lost", "wrong bytes", "remarks")  # fmt: skip
+    table = Table(title="staged: from the start of the transfer until every replica had verified "
+                  "it; floor: one copy over the slowest link; whole: until all served the next "
+                  "push")  # fmt: skip
+    table.add_column("case", no_wrap=True)
+    for name in ("backend", "replicas", "MB", "Mbit/s", "floor s", "staged s", "ratio", "push s",
+                 "whole s", "lost", "wrong"):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("backend", "lost", "wrong") else "right")
     for row in rows:
         floor, staged = row.floor_seconds, row.staged_seconds
         table.add_row(
@@ -35,11 +40,12 @@ def _table(rows: list[Row]) -> Table:
             f"{row.megabytes:.1f}",
             f"{row.mbit:,.0f}" if row.mbit else "any",
             _seconds(floor),
-            "failed" if staged is None else _seconds(staged),
+            row.error if staged is None else _seconds(staged),
             f"{staged / floor:.2f}" if staged and floor else "",
+            _seconds(row.push_seconds),
+            _seconds(row.whole_seconds),
             row.lost or "none",
             row.wrong or "none",
-            row.note,
         )
     return table
 
@@ -64,7 +70,7 @@ def main() -> int:
         except Exception:  # one case says nothing about the next
             failed.append(name)
             traceback.print_exc()
-    Console(width=160).print(_table(rows))
+    Console(width=180).print(_table(rows))
     for name in failed:
         print(f"FAILED  {name}")
     return 1 if failed or any(row.wrong for row in rows) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,8 @@ BETWEEN_HOSTS = tuple(
 #: Seconds of the coordinator's patience, so short that a case takes seconds.
 HEARTBEAT_SECONDS, LOST_SECONDS, STALL_SECONDS = 0.3, 2.0, 3.0
 _NUM_TENSORS, _FLOAT_BYTES = 24, 4
+#: Of every host with a dead end: it leads nowhere, so they need not differ.
+_DEAD_ADDRESS = "192.0.2.1"
 _START_SECONDS, _ASK_SECONDS, _SETTLE_SECONDS = 60.0, 20.0, 40.0
 
 
@@ -40,8 +42,14 @@ class PoolPlan:
     family: int = 4
     """Of the addresses that processes listen at and are told."""
     bucket_bytes: int | None = None
-    point: str = ""
-    """Point of a push at which ``VICTIM`` waits for ``HostedPool.strike``'s cut."""
+    translated: tuple[str, ...] = ()
+    """Hosts behind a router that translates their addresses."""
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    """Further addresses of some hosts, by name, that the coordinator has no route to."""
+    dead_ends: bool = False
+    """Whether each host has a second interface, from which nobody is reached."""
+    options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Options of some replicas, by name; "INSIDE" and "OUTSIDE" are their hosts' addresses."""
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     lost_seconds: float = LOST_SECONDS
     stall_seconds: float = STALL_SECONDS
@@ -69,7 +77,7 @@ class Push:
     answer: dict[str, Any]
     """What rank 0 said."""
     lost: tuple[str, ...]
-    """Replicas that did not serve the version."""
+    """Replicas that did not serve the version, or were not known to."""
     wrong: tuple[str, ...]
     """Replicas that served other bytes under its name."""
 
@@ -85,16 +93,20 @@ class HostedPool:
     def __init__(self, net: Network, plan: PoolPlan) -> None:
         self.net, self.plan = net, plan
         self.strike: Strike | None = None
-        if plan.point:
-            (net.folder / "strike").mkdir()
-            self.strike = Strike("replica", plan.point, CUT, str(net.folder / "strike"))
+        self._num_strikes = self._num_pushes = 0
         self.coordinator: Process
         self.target = ""
         self.ranks: list[Process] = []
         self.replicas: dict[str, Process] = {}
         self._digests: dict[int, str] = {}
         for name in ("coordinator", *plan.ranks, *plan.replicas):
-            net.host(name, plan.slow.get(name, plan.mbit))
+            make = net.translated_host if name in plan.translated else net.host
+            host = make(name, plan.slow.get(name, plan.mbit))
+            if plan.dead_ends:
+                host.add_dead_end(_DEAD_ADDRESS)
+        for name, address in plan.hidden.items():
+            known_to = {*plan.ranks, *plan.replicas} - {name}
+            net[name].add_address(address, *(net[each] for each in known_to))
 
     def address(self, host: Host) -> str:
         """Return a host's address of the plan's family, as it stands before a port."""
@@ -120,17 +132,32 @@ class HostedPool:
         self.coordinator = host.start("coordinator", args)
         self.target = self.coordinator.line_after("listening on ", _START_SECONDS)
 
-    def start_replica(self, name: str, *options: str) -> None:
+    def start_replica(self, name: str) -> None:
         """Start a replica with the engine double; do not wait for it."""
-        host, env = self.net[name], {}
+        host = self.net[name]
+        env: dict[str, str] = {}
         module = ["-m", "tests.doubles.replica_process"]
         if self.strike and name == VICTIM:
             module, env = ["-m", "tests.fault.victims", module[1]], self.strike.env
+        known = {"INSIDE": host.address, "OUTSIDE": host.outside}
+        options = [known.get(word, word) for word in self.plan.options.get(name, ())]
         if "--listen" not in options:
-            options = (*options, "--listen", self.address(host))
+            options += ["--listen", self.address(host)]
         args = (*module, self.target, name, str(_NUM_TENSORS), str(self.plan.elements), "--keep",
                 *options)  # fmt: skip
         self.replicas[name] = host.start(name, args, env)
+
+    def arm(self, point: str) -> Strike:
+        """Start ``VICTIM`` again, so that it waits when a push comes to a point; return the strike,
+        to be told when it may go on."""
+        self._num_strikes += 1
+        directory = self.net.folder / f"strike-{self._num_strikes}"
+        directory.mkdir()
+        self.strike = Strike("replica", point, CUT, str(directory))
+        self.replicas[VICTIM].stop()
+        self.start_replica(VICTIM)
+        self.replicas[VICTIM].line(lambda text: text == "ready", _START_SECONDS)
+        return self.strike
 
     def start_ranks(self, env: dict[str, str] | None = None, **settings: Any) -> None:
         """Start the trainer's ranks; do not wait until they are ready."""
@@ -157,10 +184,16 @@ class HostedPool:
         for process in (*self.replicas.values(), *self.ranks):
             process.line(lambda text: text == "ready", _START_SECONDS)
 
-    def begin_push(self, seed: int, timeout_seconds: float) -> None:
-        """Have every rank push a model made of a seed."""
+    def ended(self) -> list[str]:
+        """Name the processes that have ended."""
+        processes = (self.coordinator, *self.ranks, *self.replicas.values())
+        return [process.name for process in processes if process.poll() is not None]
+
+    def begin_push(self, timeout_seconds: float) -> None:
+        """Have every rank push a model that was never pushed before."""
+        self._num_pushes += 1
         for rank in self.ranks:
-            rank.tell(f"push {seed} {timeout_seconds}")
+            rank.tell(f"push {self._num_pushes} {timeout_seconds}")
 
     def end_push(self, timeout_seconds: float) -> Push:
         """Wait for every rank's answer; ask every replica what it serves."""
@@ -170,12 +203,13 @@ class HostedPool:
         if "version" not in answer:
             return Push(answer=answer, lost=(), wrong=self._wrong(served))
         self._digests[answer["version"]] = answer["digest"]
-        lost = [name for name, said in served.items() if said["base"] != answer["version"]]
-        return Push(answer=answer, lost=tuple(lost), wrong=self._wrong(served))
+        lost = {name for name, said in served.items() if said["base"] != answer["version"]}
+        lost |= {name for name in served for said in answer["remarks"] if said.startswith(name)}
+        return Push(answer=answer, lost=tuple(sorted(lost)), wrong=self._wrong(served))
 
-    def push(self, seed: int, timeout_seconds: float = 120.0) -> Push:
-        """Push a model made of a seed, and wait for its end."""
-        self.begin_push(seed, timeout_seconds)
+    def push(self, timeout_seconds: float) -> Push:
+        """Push a model and wait for the end."""
+        self.begin_push(timeout_seconds)
         return self.end_push(timeout_seconds + 20)
 
     def await_sent(self, num_buckets: int, timeout_seconds: float) -> None:
