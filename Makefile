@@ -81,8 +81,9 @@ models: install  ## Many architectures, tiny, against transformers; writes docs/
 matrix: install  ## Every kind of model and rank, and every example, with real vLLM (18 minutes on 2 cores).
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e/test_models.py tests/e2e/test_vllm_engine_vision.py tests/e2e/test_examples.py tests/e2e/test_grpo_deltas.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_layerwise_reload.py tests/e2e/test_vllm_engine_quantised.py -m 'matrix or not matrix'
 
-fuzz: install  ## Generated requests against live services: make fuzz SECONDS=600 SEED=1.
+fuzz: install  ## Generated requests against live services, frames on the port of streams: make fuzz SECONDS=600 SEED=1.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.fuzz.lanes $(if $(SEED),--seed $(SEED))
 
 fault: install  ## The whole kill matrix on real processes; writes its table (40 minutes).
 	$(BIN)/python -m tests.fault
@@ -198,6 +199,10 @@ two-machines: install  ## Two machines, with certificates and without, by the co
 .PHONY: network
 network: install  ## Pushes between hosts: slow links, cut hosts, odd addresses; a table beside what links carry (10 min; root).
 	$(BIN)/python -m tests.network $(if $(BACKEND),--backend $(BACKEND)) $(if $(CASE),--case $(CASE))
+
+.PHONY: network-endurance
+network-endurance: install  ## Pushes without a pause while a host is cut off every 20 s: SECONDS=600 (root).
+	$(BIN)/python -m tests.network.endurance --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 # The schemas of other people's resources are on npm alone, and the registry that the packaged chart is
 # pushed to is of Debian (without it one test is skipped); nothing of them is committed.

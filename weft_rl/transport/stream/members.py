@@ -234,9 +234,8 @@ class StreamMember:
             self._end(str(error) if isinstance(error, PeerError) else f"the group: {error!r}")
         finally:
             listening.shut_lane(self._host, self._key)
-            own = threading.current_thread()
-            while others := [thread for thread in self._snapshot() if thread is not own]:
-                others[0].join()
+            while other := self._other_thread():
+                other.join()
             with self._lock:
                 works = [*self._works.values()]
                 self._works.clear()
@@ -247,10 +246,10 @@ class StreamMember:
         """Do what is this member's part until ``error`` is set, or raise it."""
         raise NotImplementedError
 
-    def _snapshot(self) -> list[threading.Thread]:
+    def _other_thread(self) -> threading.Thread | None:
+        own = threading.current_thread()
         with self._lock:
-            self._threads = {thread for thread in self._threads if thread.is_alive()}
-            return [*self._threads]
+            return next((thread for thread in self._threads if thread is not own), None)
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
         """Run something on a thread of its own.
@@ -258,10 +257,18 @@ class StreamMember:
         Raises:
             RuntimeError: There can be no further one.
         """
-        thread = threading.Thread(target=work, name=name, daemon=True)
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)
         return thread
 
     def _check(self) -> None:

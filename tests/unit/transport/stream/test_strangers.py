@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+from tests.fuzz.lanes import push, send_frames
 from tests.processes import holding
-from tests.unit.transport.stream.chain import Group, content, finish
+from tests.unit.transport.stream.chain import Group
 from tests.waits import until
 from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.stream.lane import HELLO_BYTES, Lane, prove_receiver
@@ -28,14 +28,6 @@ def group() -> Iterator[Group]:
 
 def connected(place: Place) -> socket.socket:
     return socket.create_connection((place.host, place.port), 10)
-
-
-def push(group: Group, seed: int) -> None:
-    """One bucket to all."""
-    group.send(seed)
-    for work, memory in [group.post(rank) for rank in (1, 2)]:
-        finish(work)
-        assert torch.equal(memory, content(seed))
 
 
 def hello_of(place: Place, rank: int = 1, nth: int = 0) -> LaneHello:
@@ -119,15 +111,7 @@ def test_a_flood_of_hellos_starts_few_threads(group: Group) -> None:
 
 
 def test_frames_of_any_kind_do_no_harm(group: Group) -> None:
-    """Beginnings of true messages and noise, cut anywhere; ``make fuzz`` sends more."""
-    chance = random.Random(1)
-    place = group.place(0)
-    for _ in range(200):
-        number, said = MESSAGES.encode(hello_of(place, chance.randrange(4), chance.randrange(3)))
-        frame = bytearray(MESSAGES.pack_head(number) + len(said).to_bytes(8, "little") + said)
-        for _ in range(chance.randrange(3)):
-            frame[chance.randrange(len(frame))] = chance.randrange(256)
-        frame += chance.randbytes(chance.randrange(200))
-        with connected(place) as stranger:
-            stranger.sendall(frame[: chance.randrange(len(frame) + 1)])
-    push(group, 1)
+    """``python -m tests.fuzz.lanes`` sends more."""
+    for rank in range(3):
+        send_frames(group.place(rank), random.Random(rank), 100)
+        push(group, rank)
