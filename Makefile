@@ -60,7 +60,7 @@ grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once 
 # them, a file each, or the files that share an engine. The longest of those with engines come first,
 # and last the simulation, which is two processes itself.
 test: install  ## All tests but the matrix (18 minutes on 2 cores with AVX-512, other work beside).
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak tests/tenants
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/network tests/soak tests/tenants
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/e2e tests/sim
 
 # torch and oneDNN have paths of their own without AVX-512.
@@ -197,7 +197,7 @@ two-machines: install  ## Two machines, with certificates and without, by the co
 
 # Needs root: hosts are network namespaces. BACKEND=gloo takes that backend, CASE=links that case.
 .PHONY: network
-network: install  ## Pushes between hosts: slow links, cut hosts, odd addresses; a table beside what links carry (10 min; root).
+network: install  ## Pushes between hosts: slow links, cut hosts, odd addresses; a table beside what links carry (13 min; root).
 	$(BIN)/python -m tests.network $(if $(BACKEND),--backend $(BACKEND)) $(if $(CASE),--case $(CASE))
 
 .PHONY: network-endurance

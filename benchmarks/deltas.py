@@ -76,10 +76,10 @@ def _serve(net: Network, elements: int) -> str:
             "--catalog", str(host.folder / "weft.db"), "--log-level", "warning")  # fmt: skip
     coordinator = host.start("coordinator", args)
     target = coordinator.line_after("listening on ", _START_SECONDS)
-    args = ("-m", "tests.doubles.replica_process", target, "replica-0", str(_NUM_TENSORS),
-            str(elements), "--bfloat16", "--readable", "--keep", "--listen",
-            host.address)  # fmt: skip
-    host.start("replica", args).line(lambda text: text == "ready", _START_SECONDS)
+    replica = ("-m", "tests.doubles.replica_process", target, "replica-0", str(_NUM_TENSORS),
+               str(elements), "--bfloat16", "--readable", "--keep", "--listen",
+               host.address)  # fmt: skip
+    host.start("replica", replica).line(lambda text: text == "ready", _START_SECONDS)
     return target
 
 

@@ -23,12 +23,14 @@ from rollout_side.engine import (
     SwitchTimes,
     VersionFacts,
 )
+from weft_rl.contract.backends import GLOO
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_counted, check_name
 from weft_rl.contract.sampling import Sampling, check_num_samples
+from weft_rl.rpc.channel import check_own_address
 from weft_rl.rpc.codec import (
     CAPABILITIES,
     OUT_OF_SERVICE,
@@ -100,6 +102,25 @@ def _order(
         return await method(self, request, context)
 
     return carry_out
+
+
+async def _check_listens(ticket: GroupTicket) -> None:
+    """Refuse a place in a group of gloo, which listens at the address that the replica advertises,
+    where this machine does not have it: a rank that could not listen would be waited for.
+
+    Raises:
+        InvalidRequestError: It does not; says what to do.
+    """
+    if ticket.backend != GLOO:
+        return
+    try:
+        await asyncio.to_thread(check_own_address, ticket.host)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"gloo cannot listen at {ticket.host}, which this replica advertises "
+            f"({error.strerror}): give --advertise-host an address of one of its interfaces that "
+            "the trainer reaches"
+        ) from error
 
 
 class ReplicaServicer(ReplicaServiceServicer):
@@ -188,6 +209,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             trainer_id=request.trainer_id,
             is_probe=request.is_probe,
         )
+        await _check_listens(order.ticket)
         await agent.join_group(order)
         return pb.JoinGroupResponse()
 
@@ -274,6 +296,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             nonce=request.nonce,
             timeout_seconds=duration_from_proto(request.timeout),
         )
+        await _check_listens(order.ticket)
         await agent.send(order)
         return pb.SendVersionResponse()
 

@@ -113,6 +113,15 @@ async def test_a_place_in_a_group_that_cannot_be(served: Served, place: dict[str
     assert await refusal(sending) == "INVALID_ARGUMENT/INVALID_REQUEST"
 
 
+async def test_a_place_at_an_address_that_no_interface_has(served: Served) -> None:
+    served.agent.address = "192.0.2.77:50061"  # as behind a router that translates addresses
+    joining = replica_pb2.JoinGroupRequest(trainer_id="t", group=_plan(1))
+    with pytest.raises(grpc.RpcError, match=r"192\.0\.2\.77.*--advertise-host"):
+        await served.stub.JoinGroup(joining)
+    assert await refusal(served.stub.JoinGroup(joining)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    assert not served.engine.receiver.groups
+
+
 def _load(transfer_id: str = "t1", **fields: Any) -> replica_pb2.LoadTransferRequest:
     return replica_pb2.LoadTransferRequest(
         transfer_id=transfer_id, version=BASE_1, timeout=Duration(seconds=60), **fields

@@ -314,7 +314,9 @@ def _receiving(strike: Strike) -> None:
 
     match strike.point:
         case "at a bucket" | "in a clone":
-            _before(incoming_buckets, "start_bucket", strike, _count(BUCKET, strike))
+            when = _count(BUCKET, strike)
+            _before(incoming_buckets, "start_bucket", strike, when)
+            _before(incoming_buckets, "start_runs", strike, when)  # of several senders
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":

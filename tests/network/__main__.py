@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from typing import get_args
@@ -16,6 +17,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from tests.network.cases import CASES, Row
 from tests.network.hosts import lacking
+from weft_rl.cli.demo.processes import interrupt_once
 from weft_rl.contract.backends import BackendChoice
 
 
@@ -59,6 +61,7 @@ def main() -> int:
     if reason := lacking():
         print(f"this machine lacks {reason}")
         return 2
+    signal.signal(signal.SIGTERM, interrupt_once)  # so that nothing is left
     print(describe(), flush=True)
     rows: list[Row] = []
     failed = []

@@ -132,7 +132,8 @@ class Damage:
     undo: Callable[[Network], None]
 
 
-def _cut(host: str) -> Damage:
+def cut(host: str) -> Damage:
+    """Return the loss of all that a host sends and is sent."""
     return Damage(f"{host} cut off", lambda net: net[host].cut(), lambda net: net[host].restore())
 
 
@@ -158,7 +159,7 @@ def _both_ways(one: str, other: str) -> Damage:
     return Damage(f"{one} and {other} parted", do, undo)
 
 
-def _disturbed(pool: HostedPool, damage: Damage, point: str, seconds: float | None) -> Row:
+def disturbed(pool: HostedPool, damage: Damage, point: str, seconds: float | None) -> Row:
     """Damage the network from when a push has come to a point, for so long or until the push has
     ended; then push again."""
     lasting = "until the end" if seconds is None else f"{seconds:.0f} s"
@@ -190,14 +191,15 @@ def _damages(
     *damages: Damage,
     points: Sequence[str] = POINTS,
     seconds: Sequence[float | None] = (_LONG_SECONDS,),
+    num_ranks: int = 1,
 ) -> Callable[[str], Iterator[Row]]:
     def case(backend: str) -> Iterator[Row]:
-        plan = PoolPlan(backend=backend, bucket_bytes=2**18, mbit=100.0)
+        plan = PoolPlan(backend=backend, bucket_bytes=2**18, mbit=100.0, num_ranks=num_ranks)
         with hosted_pool(plan) as pool:
             for damage in damages:
                 for point in points:
                     for each in seconds:
-                        yield _disturbed(pool, damage, point, each)
+                        yield disturbed(pool, damage, point, each)
 
     return case
 
@@ -254,11 +256,14 @@ CASES: dict[str, Callable[[str], Iterator[Row]]] = {
     "links": links,
     "two-ranks": two_ranks,
     "slow-host": slow_host,
-    "cut-replica": _damages(_cut(VICTIM)),
-    "cut-trainer": _damages(_cut("trainer-0")),
-    "cut-coordinator": _damages(_cut("coordinator")),
+    "cut-replica": _damages(cut(VICTIM)),
+    "cut-trainer": _damages(cut("trainer-0")),
+    "cut-rank": _damages(
+        cut("trainer-1"), points=("in rendezvous", "at a bucket", "before commit"), num_ranks=2
+    ),
+    "cut-coordinator": _damages(cut("coordinator")),
     "blink": _damages(
-        *map(_cut, (VICTIM, "trainer-0", "coordinator")),
+        *map(cut, (VICTIM, "trainer-0", "coordinator")),
         points=("in rendezvous", "at a bucket", "inside commit"),
         seconds=(_BLINK_SECONDS,),
     ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.network.cases import CASES
+from tests.fault.strikes import VICTIM
+from tests.network.cases import cut, disturbed, row
 from tests.network.hosts import lacking, network
-from tests.network.pool import BETWEEN_HOSTS
+from tests.network.pool import BETWEEN_HOSTS, HostedPool, PoolPlan, hosted_pool
 
 _LACKING = lacking()
 pytestmark = [
@@ -61,7 +64,32 @@ def test_hosts_share_no_directory_and_no_name() -> None:
         assert not set(one.env.values()) & set(other.env.values())
 
 
-@pytest.mark.parametrize("backend", BETWEEN_HOSTS)
-def test_a_pool_of_ranks_on_hosts_of_ipv6(backend: str) -> None:
-    (row,) = CASES["ipv6"](backend)
-    assert (row.backend, row.lost, row.wrong) == (backend, "", "")
+@pytest.fixture(scope="module", params=BETWEEN_HOSTS)
+def pool(request: pytest.FixtureRequest) -> Iterator[HostedPool]:
+    """A trainer of two ranks and three replicas, each on a host, at addresses of IPv6."""
+    plan = PoolPlan(
+        backend=request.param,
+        family=6,
+        num_ranks=2,
+        num_replicas=3,
+        mbit=100.0,
+        bucket_bytes=2**18,
+        lost_seconds=3.0,  # other tests run beside
+    )
+    with hosted_pool(plan) as made:
+        yield made
+
+
+def test_bytes_take_the_link_and_no_way_around_it(pool: HostedPool) -> None:
+    made = row("", pool, pool.push(30))
+    assert (made.backend, made.lost, made.wrong) == (pool.plan.backend, "", "")
+    assert made.staged_seconds is not None
+    assert made.floor_seconds is not None
+    # The queues hold what is sent in the first 50 ms.
+    assert made.staged_seconds > made.floor_seconds - 0.06
+
+
+def test_a_host_that_is_cut_off_is_left_out_and_catches_up(pool: HostedPool) -> None:
+    made = disturbed(pool, cut(VICTIM), "at a bucket", None)
+    assert (made.error, made.lost, made.wrong) == ("", VICTIM, "")
+    assert "replica-1 is gone" in " ".join(made.told)

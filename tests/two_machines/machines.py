@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.network.hosts import network
 from tests.waits import until
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +38,6 @@ def lacking() -> str:
     if Path("/tmp") in ROOT.parents:
         return "a checkout that is not below /tmp, which each machine has an own one of"
     return ""
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 @dataclass
@@ -141,22 +138,11 @@ class Machine:
 
 @contextmanager
 def two_machines(work: Path, *addresses: str) -> Iterator[list[Machine]]:
-    """Two machines whose interfaces are the ends of one cable."""
-    spaces = [f"weft-{os.getpid()}-{n}" for n in range(2)]
-    with ExitStack() as ends:
-        for space in spaces:
-            _ip("netns", "add", space)
-            ends.callback(_ip, "netns", "del", space)
-        _ip("link", "add", "eth0", "netns", spaces[0], "type", "veth",
-            "peer", "name", "eth0", "netns", spaces[1])  # fmt: skip
-        for space, address in zip(spaces, addresses, strict=True):
-            _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                _ip("-n", space, "link", "set", link, "up")
-        machines = [
-            Machine(address, space, work / address, ends)
-            for space, address in zip(spaces, addresses, strict=True)
-        ]
+    """Two machines of one network, at the addresses of its first two hosts."""
+    with network() as net, ExitStack() as ends:
+        hosts = [net.host(f"machine-{n}") for n in range(len(addresses))]
+        assert addresses == tuple(host.address for host in hosts)
+        machines = [Machine(host.address, host.space, work / host.address, ends) for host in hosts]
         for machine in machines:
             machine.know([other for other in machines if other is not machine])
         yield machines

@@ -27,7 +27,12 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import SITE_VARIABLE
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import Reference
-from weft_rl.rpc.channel import local_address_towards, open_threaded_channel, split_target
+from weft_rl.rpc.channel import (
+    check_own_address,
+    local_address_towards,
+    open_threaded_channel,
+    split_target,
+)
 from weft_rl.rpc.codec import dtype_from_proto, dtype_to_proto
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
@@ -201,9 +206,7 @@ def data_address(data_host: str | None, target: str) -> str:
                 reason="COORDINATOR_UNREACHABLE",
             ) from error
     try:
-        family, _, _, _, address = socket.getaddrinfo(data_host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.bind(address)
+        check_own_address(data_host)
     except OSError as error:
         unknown = isinstance(error, socket.gaierror)
         what = "is not known here" if unknown else "is no address of this machine"

@@ -366,6 +366,17 @@ def local_address_towards(target: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def check_own_address(host: str) -> None:
+    """Refuse a name or address at which no socket of this machine can listen.
+
+    Raises:
+        OSError: It is not known here (``socket.gaierror``), or no interface has it.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.bind(address)
+
+
 # -- calls that no interrupt stops midway (see ``weft_rl.interrupts``) -----------
 
 
