@@ -33,6 +33,7 @@ from trainer_side.push_request import DeltaUsage, PushPlan
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import FLAGS, Ranks, agreeing
 from weft_rl.contract.errors import WeftError
+from weft_rl.contract.manifest import MAX_WIRE_BUCKETS, mixed_plan
 from weft_rl.v1 import publish_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -88,14 +89,15 @@ class DeltaSelection:
         told = self._ranks.share(lambda: _encode(self._choice(plan)), all_wait=True)
         choice = _decode(told)
         push, self._why = plan.push, choice.why
-        if choice.how == "delta":
+        if choice.how in ("delta", "mixed"):
             with agreeing(self._ranks) as agreement:
                 agreement.flags = _NO_COPY * (not self._fits(push))
             if not agreement.told & _NO_COPY:
-                made, self._why = self._compared(plan)
+                made, why = self._compared(plan, is_mixed=choice.how == "mixed")
                 if made is not None:
                     return replace(plan, push=made)
-            elif not self._why:
+                self._why = why
+            else:
                 self._why = "a rank has no copy of what the pool committed last"
         if choice.how == "whole" and not self._refused:
             self.copy = None
@@ -103,12 +105,14 @@ class DeltaSelection:
             push.copy = self.copy = self._copy_for(plan)
         return plan
 
-    def usage(self, plan: PushPlan) -> DeltaUsage:
+    def usage(self, plan: PushPlan, transfer: pb.Transfer) -> DeltaUsage:
         """Return the cost and gain of a push's delta, for its report."""
         push, memory_bytes = plan.push, self.copy.num_bytes if self.copy else 0
         if isinstance(push, DeltaPush):
             seconds, share = push.compared.seconds, push.changed_share
-            return DeltaUsage(True, share, seconds, memory_bytes)
+            num_whole = len(transfer.whole_replica_ids)
+            why = self._why if num_whole else ""
+            return DeltaUsage(True, share, seconds, memory_bytes, why, num_whole)
         return DeltaUsage(memory_bytes=memory_bytes, whole_reason=self._why)
 
     def committed(self, plan: PushPlan, transfer: pb.Transfer) -> None:
@@ -157,6 +161,8 @@ class DeltaSelection:
             served=target.base_layout_digest + content if content else b"",
             copied=self.copy.key if self.copy is not None and self._fits(push) else b"",
             refusal=target.delta_refusal,
+            takers_share=target.num_delta_replicas
+            / max(1, target.num_replicas, target.num_delta_replicas),
             on_device=self._on_device(plan),
             num_bytes=push.num_bytes,
         )
@@ -184,8 +190,12 @@ class DeltaSelection:
             _log.warning("there is no memory for the copy that deltas are made from: %s", error)
             return None
 
-    def _compared(self, plan: PushPlan) -> tuple[DeltaPush | None, str]:
-        """Compare at every rank that sends; return its part of the delta, or why there is none."""
+    def _compared(self, plan: PushPlan, *, is_mixed: bool) -> tuple[DeltaPush | None, str]:
+        """Compare at every rank that sends; return its part of the delta, or why there is none.
+
+        Args:
+            is_mixed: True if all elements are sent behind it.
+        """
         push, copy, changes = plan.push, self.copy, NO_CHANGES
         wires = push.packing.plan.buckets
         with agreeing(self._ranks):
@@ -207,9 +217,17 @@ class DeltaSelection:
             return None, why
         base = plan.target.base_content_digest
         packing = delta_packing(push.packing, base, sizes)
+        mixed = None
+        if is_mixed:
+            num_buckets = len(packing.plan.buckets) + len(wires)
+            if num_buckets > MAX_WIRE_BUCKETS:
+                push.release()
+                return None, f"a delta and all elements would have {num_buckets} wire buckets"
+            mixed = mixed_plan(packing.plan, push.packing.plan)
         num_elements = sum(slot.meta.num_elements for slot in packing.manifest.tensors)
         own = None if push.sender is None else copy
-        return DeltaPush(push, packing, changes, own, num_changes / num_elements), ""
+        share = num_changes / num_elements
+        return DeltaPush(push, packing, changes, own, share, mixed), ""
 
     def _note(self, plan: PushPlan, changes: RankChanges) -> None:
         if changes.seconds > 0:
@@ -231,5 +249,5 @@ def _encode(choice: Choice) -> bytes:
 
 def _decode(text: bytes) -> Choice:
     how, _, why = text.decode().partition(" ")
-    assert how in ("delta", "keep", "whole"), how
+    assert how in ("delta", "mixed", "keep", "whole"), how
     return Choice(how, why)  # type: ignore[arg-type]

@@ -118,8 +118,9 @@ class Publisher:
             version that the pool committed last; the version is the same. "auto": where that is
             faster, by what the backend was measured to carry; from then on each rank keeps a copy
             of what it sends, in the served dtype, on the accelerator where it has room, else in the
-            host's memory. "always": from the second push on, wherever the pool can take it.
-            "never": no copy, no delta. ``report.delta`` says what was done, and why.
+            host's memory. "always": from the second push on, wherever a replica can take it.
+            "never": no copy, no delta. Replicas that cannot take a delta are sent all elements in
+            the same transfer. ``report.delta`` says what was done, and why.
         bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
             in host memory, or on the accelerator three (four where replicas read them there).
         data_host: Address that the replicas reach this machine by; by default the

@@ -399,7 +399,10 @@ class DeltaUsage:
     memory_bytes: int = 0
     """Memory of the copy that this rank compares with, in the served dtype."""
     whole_reason: str = ""
-    """Reason why all elements were sent; empty for a delta, an adapter, and with "never"."""
+    """Reason why all elements were sent, to all replicas or, beside a delta, to some; empty for a
+    delta, an adapter, and with "never"."""
+    num_whole_replicas: int = 0
+    """Replicas that were sent all elements beside a delta, since they could not take it."""
 
 
 #: Usage of a push for which no delta was thought of.
@@ -411,7 +414,7 @@ class PushReport:
     """Cost of a push as the coordinator measured it, with remarks on its outcome."""
 
     total_bytes: int
-    """Payload of the version, in bytes; each replica received as much."""
+    """Payload of the version, in bytes; each replica received as much, or ``sent_bytes``."""
     num_replicas: int
     """Replicas that served the version when the push ended; ``remarks`` names the others."""
     seconds: float
@@ -439,8 +442,9 @@ class PushReport:
     """Host memory that this rank's publisher holds for copies, of this push and others; it is used
     again."""
     sent_bytes: int = 0
-    """Payload bytes that each replica received: ``total_bytes``, or those of a delta; 0 where the
-    coordinator was restarted meanwhile."""
+    """Payload bytes that each replica received: ``total_bytes``, or those of a delta, but for the
+    replicas that were sent all elements beside it; 0 where the coordinator was restarted
+    meanwhile."""
     delta: DeltaUsage = NO_DELTA
     """Cost and gain of a delta, if one was sent; or the reason why all elements were."""
     remarks: tuple[str, ...] = ()
@@ -455,6 +459,8 @@ class PushReport:
         sent = f"{self.total_bytes:,} bytes"
         if self.delta.is_delta:
             sent = f"a delta of {self.sent_bytes:,} of {sent}"
+            if self.delta.num_whole_replicas:
+                sent += f" (whole to {self.delta.num_whole_replicas})"
         text = (
             f"{sent} to {plural(self.num_replicas, 'replica')} in "
             f"{self.seconds:.3f} s over {self.backend}"

@@ -273,7 +273,7 @@ class PushExecutor:
                         version = POLICY_VERSION.decode(begun.version)
                         about_base = self._about_base(request, plan, origin, version, transfer)
                         seconds = time.monotonic() - began
-                        usage = NO_DELTA if plan.adapter else self._deltas.usage(plan)
+                        usage = NO_DELTA if plan.adapter else self._deltas.usage(plan, transfer)
                         report = report_of(
                             transfer, plan, seconds, cost, usage, failures, about_base
                         )

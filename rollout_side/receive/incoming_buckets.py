@@ -78,6 +78,20 @@ class ReceiveRing:
         self.sink, self.ahead = sink, ahead
 
     @property
+    def is_dropped(self) -> bool:
+        """True if nobody reads what arrives."""
+        return False
+
+    @property
+    def num_kept(self) -> int:
+        """Number of buckets, from the plan's first, that need not come again."""
+        return self.sink.num_kept
+
+    def is_load_due(self) -> bool:
+        """Return whether the replica is to load now; True only once."""
+        return self.sink.is_load_due()
+
+    @property
     def copies_lent(self) -> bool:
         """True if ``accept`` verifies a copy of lent memory, and not the lent memory itself."""
         return not self._plan.lists_runs or bool(self._plan.delta_from)
@@ -161,6 +175,61 @@ class ReceiveRing:
             if into is not None and not is_placed:
                 place_runs(wire, manifest, runs, into)
             return BucketContents(runs, digests)
+
+        return end
+
+
+class DroppedRing:
+    """Ring, as ``ReceiveRing``, of buckets that other receivers take: what arrives is dropped.
+
+    Args:
+        plan: Plan of these buckets: the other part of a mixed plan.
+        first_bucket: Buckets before it do not come.
+        device: Device on which the side group receives.
+        ahead: See ``ReceiveRing``.
+        is_read_there: True if receivers read the sender's memory, and this one need not.
+    """
+
+    is_dropped = copies_lent = True
+
+    def __init__(
+        self,
+        plan: SendPlan,
+        first_bucket: int,
+        device: torch.device,
+        ahead: int,
+        *,
+        is_read_there: bool,
+    ) -> None:
+        self._plan, self.ahead = plan, ahead
+        self.num_kept = first_bucket
+        #: Without memory of its own: it is never written.
+        self._nowhere = torch.empty(1, dtype=torch.uint8, device=device) if is_read_there else None
+        self._buffers = {} if is_read_there else arrival_buffers(plan, ahead, device)
+
+    def is_load_due(self) -> bool:
+        return False
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        return True
+
+    def wire(self, index: int) -> torch.Tensor:
+        num_bytes = self._plan.wire_bytes(index)
+        if self._nowhere is not None:
+            return self._nowhere.expand(num_bytes)
+        return self._buffers[index][:num_bytes]
+
+    def payload_bytes(self, index: int) -> int:
+        return self._plan.buckets[index].payload_bytes
+
+    def num_runs(self, index: int) -> int:
+        return 0
+
+    def accept(
+        self, index: int, nonce: int, arrived: ArrivedBucket = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
+        def end() -> None:
+            self.num_kept = index + 1
 
         return end
 
@@ -275,30 +344,66 @@ class PreparedTransfer:
     transfer: IncomingTransfer
     span: Span
     """Span of receiving the transfer; ended with it."""
+    plan: SendPlan
+    """Plan of all buckets that come; the transfer has its part of a mixed one."""
+    takes_whole: bool = False
+    """True if its part of a mixed plan is the one of all elements."""
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets that come."""
-        return len(self.transfer.plan.buckets)
+        """Number of buckets that come, those for other receivers included."""
+        return len(self.plan.buckets)
 
-    def sender_of(self, index: int) -> int:
-        """Return the rank that a bucket comes from."""
-        return self.transfer.plan.buckets[index].sender
+    @property
+    def num_verified(self) -> int:
+        """Number of buckets, from the first, that need not come again for this receiver."""
+        num_own = self.transfer.num_verified
+        if self.takes_whole:
+            return self.plan.num_changes + num_own
+        is_all = num_own == len(self.transfer.plan.buckets)
+        return self.num_buckets if is_all else num_own
+
+    def parts(self) -> tuple[list[IncomingPart], IncomingPart, list[IncomingPart]]:
+        """Return the part of the plan that comes before this receiver's own, if there is one; its
+        own; and the one behind it."""
+        changes, *rest = self.plan.parts
+        found = [IncomingPart(changes, 0), *(IncomingPart(p, len(changes.buckets)) for p in rest)]
+        own = len(rest) if self.takes_whole else 0
+        return found[:own], found[own], found[own + 1 :]
+
+
+@dataclass(frozen=True)
+class IncomingPart:
+    """Wire buckets of one part of a plan, which are received one after the other."""
+
+    plan: SendPlan
+    """Plan of the part."""
+    begin: int
+    """Index of its first bucket in the order of all buckets."""
+
+    def place(self, index: int) -> int:
+        """Return how many of its buckets come before an index in the order of all buckets."""
+        return min(max(0, index - self.begin), len(self.plan.buckets))
 
 
 def receive_buckets(
-    membership: Membership, prepared: PreparedTransfer, ring: ReceiveRing, first_bucket: int
+    membership: Membership,
+    prepared: PreparedTransfer,
+    ring: ReceiveRing | DroppedRing,
+    part: IncomingPart,
+    first_bucket: int,
 ) -> None:
-    """Receive every bucket from ``first_bucket`` on; blocks until the last was verified.
+    """Receive every bucket of a part from its ``first_bucket`` on; blocks until the last was
+    verified.
 
     Receives are posted in the order of all buckets, as every other receiver posts them:
     communicators of several senders on one device must be used in one order. While a GPU verifies a
     bucket, the next one is awaited.
     """
-    course = _ReceivePipeline(membership, prepared, ring, first_bucket)
+    course = _ReceivePipeline(membership, prepared, ring, part, first_bucket)
     began, waited = time.perf_counter(), 0.0
     try:
-        for index in range(first_bucket, prepared.num_buckets):
+        for index in range(first_bucket, len(part.plan.buckets)):
             _notify_if_due(membership, prepared, ring)
             course.post()
             if course.has_to_settle:
@@ -313,22 +418,26 @@ def receive_buckets(
         course.abandon()
         raise
     verified = time.perf_counter() - began - waited
-    prepared.span.set(wait_seconds=waited, verify_seconds=verified)
+    if not ring.is_dropped:
+        prepared.span.set(wait_seconds=waited, verify_seconds=verified)
     _log.debug("%s: %.4f s waited for bytes, %.4f verified", prepared.version, waited, verified)
     _notify_if_due(membership, prepared, ring)
 
 
 class _ReceivePipeline:
-    """Buckets of a transfer that are posted, arrived, being verified or to be reported."""
+    """Buckets of a part that are posted, arrived, being verified or to be reported. They count from
+    the part's first, but where they are named to the coordinator."""
 
     def __init__(
         self,
         membership: Membership,
         prepared: PreparedTransfer,
-        ring: ReceiveRing,
+        ring: ReceiveRing | DroppedRing,
+        part: IncomingPart,
         first_bucket: int,
     ) -> None:
         self._membership, self._prepared, self._ring = membership, prepared, ring
+        self._buckets, self._begin = part.plan.buckets, part.begin
         self._device = torch.device("cpu")  # of the buffers
         self._posted: deque[Operation] = deque()
         self._num_posted = self._num_reported = first_bucket
@@ -348,10 +457,10 @@ class _ReceivePipeline:
     def post(self) -> None:
         """Post receives, as many as may be."""
         prepared, ring = self._prepared, self._ring
-        while self._num_posted < prepared.num_buckets:
+        while self._num_posted < len(self._buckets):
             # No more: a receive that waits for its sender may block the device, and with it the
             # work that the sender waits for.
-            sender = prepared.sender_of(self._num_posted)
+            sender = self._buckets[self._num_posted].sender
             if self._held[sender] == ring.ahead:
                 break
             # Room may depend on the buckets that are being verified.
@@ -366,7 +475,7 @@ class _ReceivePipeline:
             # On the host a sender could change a lent bucket after it was verified.
             borrows = wire.is_cuda or ring.copies_lent
             tail_bytes = wire.numel() - ring.payload_bytes(self._num_posted)
-            options = BucketOptions(borrows, tail_bytes)
+            options = BucketOptions(borrows, tail_bytes, is_dropped=ring.is_dropped)
             self._posted.append(lane.broadcast(wire, seconds, self._forming, options))
             self._held[sender] += 1
             self._num_posted += 1
@@ -381,7 +490,7 @@ class _ReceivePipeline:
         self._arrived = self._posted.popleft()
         if not self._arrived.done:
             self._report()
-        self._arrived.wait(self._prepared.deadline, partial(self._waiting, index))
+        self._arrived.wait(self._prepared.deadline, partial(self._waiting, self._begin + index))
 
     def accept(self, index: int) -> None:
         """Begin to verify the bucket that has arrived, and settle the one before. On the host
@@ -417,9 +526,9 @@ class _ReceivePipeline:
         self._verify(index, operation, end)
         self._verified.popleft()
         operation.give_back()
-        self._held[self._prepared.sender_of(index)] -= 1
+        self._held[self._buckets[index].sender] -= 1
         self._unkept.append(operation)
-        while self._num_kept < min(self._ring.sink.num_kept, index + 1):
+        while self._num_kept < min(self._ring.num_kept, index + 1):
             self._num_kept += 1
             # The sender packs its next bucket into the memory of this one.
             sender_knows = self._unkept.popleft().keep()
@@ -431,7 +540,8 @@ class _ReceivePipeline:
         host each of its tensors takes some time, and there may be many: that is reported."""
         if self._device.type == "cuda" or self._ring.num_runs(index) < _MANY_RUNS:
             return _read_from(operation, read)
-        return report_while(lambda: _read_from(operation, read), partial(self._verifying, index))
+        verifying = partial(self._verifying, self._begin + index)
+        return report_while(lambda: _read_from(operation, read), verifying)
 
     def _report(self) -> None:
         """Report to the coordinator how many buckets are kept, unless it knows."""
@@ -439,7 +549,7 @@ class _ReceivePipeline:
             return
         self._num_reported, self._reported_at = self._num_kept, time.monotonic()
         report = pb.BucketVerified(
-            transfer_id=self._prepared.transfer_id, bucket=self._num_kept - 1
+            transfer_id=self._prepared.transfer_id, bucket=self._begin + self._num_kept - 1
         )
         self._membership.attendance.send(pb.AttendRequest(bucket_verified=report))
 
@@ -453,8 +563,10 @@ def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
         raise
 
 
-def _notify_if_due(membership: Membership, prepared: PreparedTransfer, ring: ReceiveRing) -> None:
-    if ring.sink.is_load_due():
+def _notify_if_due(
+    membership: Membership, prepared: PreparedTransfer, ring: ReceiveRing | DroppedRing
+) -> None:
+    if ring.is_load_due():
         due = pb.LoadDue(transfer_id=prepared.transfer_id)
         membership.attendance.send(pb.AttendRequest(load_due=due))
 

@@ -21,12 +21,15 @@ from rollout_side.memory.store import WorkerStore, WorkingThreads
 from rollout_side.memory.versions import PartialTransfer, ServedBase, is_adapter
 from rollout_side.receive.delta_transfer import DeltaTransfer, ServedDeltaTransfer
 from rollout_side.receive.incoming_buckets import (
+    DroppedRing,
+    IncomingPart,
     IncomingTransfer,
     InPlaceTransfer,
     PreparedTransfer,
     StagingTransfer,
     receive_buckets,
 )
+from weft_rl.contract.backends import BACKENDS
 from weft_rl.contract.errors import (
     CapacityError,
     PeerUnavailableError,
@@ -249,7 +252,7 @@ class GroupReceiver:
             raise
         prepared = pb.Prepared(
             transfer_id=prepare.transfer_id,
-            num_buckets_verified=self._prepared.transfer.num_verified,
+            num_buckets_verified=self._prepared.num_verified,
         )
         membership.attendance.send(pb.AttendRequest(prepared=prepared))
 
@@ -274,6 +277,8 @@ class GroupReceiver:
                 lambda: allocating(0, 0),
             )
 
+        plans: list[SendPlan] = []
+
         def planned(manifest: Manifest) -> SendPlan:
             divided = prepare.send_plan if prepare.HasField("send_plan") else None
 
@@ -284,11 +289,12 @@ class GroupReceiver:
                     carries_runs=prepare.carries_runs,
                 )
 
-            return report_while(plan, lambda: allocating(0, 0))
+            plans.append(report_while(plan, lambda: allocating(0, 0)))
+            return plans[-1].part(takes_whole=prepare.takes_whole)
 
         transfer: IncomingTransfer
         in_place = self._store.memory.in_place and not is_adapter(version)
-        if prepare.send_plan.delta_from:
+        if prepare.send_plan.delta_from and not prepare.takes_whole:
             transfer = self._prepare_delta(
                 membership, prepare.transfer_id, version, fetched, planned, allocating
             )
@@ -311,6 +317,8 @@ class GroupReceiver:
             num_in_flight=min(prepare.num_buckets_in_flight, _MAX_AHEAD),
             transfer=transfer,
             span=span,
+            plan=plans[-1],
+            takes_whole=prepare.takes_whole,
         )
 
     def _stage(
@@ -416,13 +424,19 @@ class GroupReceiver:
             raise WeftError(f"transfer {transfer_id} was started, but was never prepared here")
         began = time.monotonic()
         check, manifest = membership.check, prepared.transfer.manifest
-        ring = prepared.transfer.ring(first_bucket, self._device, prepared.num_in_flight, check)
-        receive_buckets(membership, prepared, ring, first_bucket)
+        before, own, behind = prepared.parts()
+        for part in before:
+            self._drop_buckets(membership, prepared, part, first_bucket)
+        own_first = own.place(first_bucket)
+        ring = prepared.transfer.ring(own_first, self._device, prepared.num_in_flight, check)
+        receive_buckets(membership, prepared, ring, own, own_first)
         # It waits for the loader if it loads in place, so ``_wake`` must still find it.
         digest = prepared.transfer.finish(check)
         self._prepared = None
         prepared.span.set(bytes=manifest.total_bytes, buckets=prepared.num_buckets)
         prepared.span.end()  # before the report to the coordinator, which may end the transfer
+        for part in behind:  # only now: a delta that cannot be applied is told before they come
+            self._drop_buckets(membership, prepared, part, first_bucket)
         content = content_to_proto(manifest, digest)
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
@@ -433,6 +447,24 @@ class GroupReceiver:
             time.monotonic() - began,
             self.ticket.epoch,
         )
+
+    def _drop_buckets(
+        self,
+        membership: Membership,
+        prepared: PreparedTransfer,
+        part: IncomingPart,
+        first_bucket: int,
+    ) -> None:
+        """Take part in the sending of buckets that other receivers take, from ``first_bucket`` in
+        the order of all on; blocks until the last has come."""
+        first = part.place(first_bucket)
+        if first == len(part.plan.buckets):
+            return
+        is_read_there = BACKENDS[self.ticket.backend].within_host
+        ring = DroppedRing(
+            part.plan, first, self._device, prepared.num_in_flight, is_read_there=is_read_there
+        )
+        receive_buckets(membership, prepared, ring, part, first)
 
     def _drop_prepared(self) -> None:
         prepared, self._prepared = self._prepared, None

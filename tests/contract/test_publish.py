@@ -34,7 +34,9 @@ from weft_rl.contract.manifest import (
     WireBucket,
     make_manifest,
     make_send_plan,
+    mixed_plan,
     plan_buckets,
+    whole_plan,
 )
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.runtime import manifests
@@ -382,6 +384,35 @@ async def test_a_send_plan_is_refused_where_it_does_not_fit(pool: Pool) -> None:
     assert error.metadata["field"] == "SendPlan.num_senders"
 
 
+async def test_a_delta_goes_to_those_that_can_take_it_and_all_to_the_others(pool: Pool) -> None:
+    replicas = [await pool.replica(name) for name in ("r0", "r1")]
+    trainer = await pool.trainer(policy="base")
+    request = publish_pb2.DescribeTargetRequest()
+    await trainer.push()
+    told = await trainer.stub.DescribeTarget(request, timeout=9)
+    assert (told.delta_refusal, told.num_delta_replicas) == ("", 0), "nothing need be said"
+    replicas[1].retained.clear()
+
+    async def takers() -> int:
+        await replicas[1].heartbeat()
+        told = await trainer.stub.DescribeTarget(request, timeout=9)
+        return told.num_delta_replicas
+
+    await eventually(takers)  # a heartbeat is not believed right after a switch
+    assert await takers() == 1
+    buckets = trainer.manifest.buckets
+    changes = [WireBucket(0, index, ALIGN_BYTES, 1) for index in range(len(buckets))]
+    plan = mixed_plan(make_send_plan(1, changes, b"\1" * 8), whole_plan(trainer.manifest))
+    pushed = await trainer.push(send_plan=send_plan_to_proto(plan))
+    assert (pushed.version.version, pushed.delta_from) == (2, b"\1" * 8)
+    assert pushed.whole_replica_ids == [replicas[1].replica_id]
+    assert pushed.num_buckets == 2 * len(buckets)
+    assert [replica.prepare.takes_whole for replica in replicas] == [False, True]
+    odd = send_plan_to_proto(plan)
+    odd.num_whole += 1
+    await fails(trainer.begin(send_plan=odd), "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
 async def test_a_delta_is_from_the_base_that_the_pool_serves(pool: Pool) -> None:
     replica = await pool.replica()
     trainer = await pool.trainer(policy="base")
@@ -423,6 +454,7 @@ async def test_a_delta_is_from_the_base_that_the_pool_serves(pool: Pool) -> None
         trainer.begin(send_plan=plan(b"\1" * 8)), "FAILED_PRECONDITION", "DELTA_REFUSED"
     )
     assert replica.replica_id in error.message
+    assert (await described()).num_delta_replicas == 0
     adapters = await pool.trainer("t2")
     refused = adapters.begin(send_plan=plan(b"\1" * 8))
     await fails(refused, "INVALID_ARGUMENT", "INVALID_REQUEST")

@@ -3,7 +3,8 @@
 ``python -m tests.doubles.replica_process COORDINATOR REPLICA_ID NUM_TENSORS ELEMENTS``: its
 base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of its
 standard input with a line of JSON about what it serves, and ends when that closes.
-With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process; with
+With ``--keep`` it keeps what is loaded, with ``--no-copies`` no copy beside it that a delta could
+change; with ``--worker`` it receives in a worker process; with
 ``--ranks`` a second process is a further rank;
 with ``--sleeps`` it can be put to sleep, on the GPU that trainers of the matrix use;
 with ``--in-place`` it loads bases as they come, and others can clone what it serves; with
@@ -72,7 +73,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     engine = make(
         base_weights(num_tensors, elements, dtype),
         keep_base="--keep" in sys.argv,
-        base_copies=1,
+        base_copies=0 if "--no-copies" in sys.argv else 1,
         **settings,
     )
     if isinstance(engine, EngineDouble):

@@ -318,6 +318,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 decoder.add(response.chunk)
             self.manifests[prepare.layout_digest] = decoder.finish()
         self.manifest = self.manifests[prepare.layout_digest]
+        self.prepare = prepare
         if self.breaks_at == "prepare":
             rank.call.cancel()
             return
@@ -337,7 +338,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             return
         if self.capabilities.loads_in_place:
             await rank.say(load_due=rendezvous_pb2.LoadDue(transfer_id=transfer_id))
-        for bucket in range(len(self.manifest.buckets)):
+        planned = len(self.prepare.send_plan.buckets)
+        for bucket in range(planned or len(self.manifest.buckets)):
             verified = rendezvous_pb2.BucketVerified(transfer_id=transfer_id, bucket=bucket)
             await rank.say(bucket_verified=verified)
         if self.breaks_at != "never-staged":

@@ -13,7 +13,8 @@ import torch
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
-from tests.integration.models import Model, same, weights
+from tests.integration.models import Model, same, until, weights
+from tests.integration.replicas import is_ready
 from tests.trainers.launch import RankedTrainer, running_ranks
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "tp", "zero1", "zero2", "zero3")
@@ -61,7 +62,8 @@ def check_whole(trainer: RankedTrainer, engines: list[EngineDouble], path: Path)
     """Check that the engines serve what the framework itself says that the ranks hold."""
     trainer.do("save", path=str(path))
     whole = {name: tensor.float() for name, tensor in torch.load(path).items()}
-    assert all(same(engine.base, whole) for engine in engines)
+    served = [same(engine.base, whole) for engine in engines]
+    assert all(served), served
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +81,33 @@ def test_every_kind_of_trainer_sends_what_has_changed_of_what_its_ranks_hold(
         assert all(copied) is (kind not in WHOLE), answers
         check_whole(trainer, engines, tmp_path / "whole.pt")
         trainer.do("nudge", stride=STRIDE, by=0.5**number)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ranks_send_all_elements_beside_the_delta_where_a_replica_cannot_take_it(
+    kind: str,
+    in_place: bool,
+    pool: Pool,
+    engines: list[EngineDouble],
+    trainer: RankedTrainer,
+    tmp_path: Path,
+) -> None:
+    """By one rank or by two, each with its part of both."""
+    other = EngineDouble(weights(Model(9)), in_place=in_place)
+    pool.add_replica("replica-9", other)
+    try:
+        until(lambda: is_ready(pool, "replica-9"))  # what the pool serves, it clones
+        begun(trainer, kind)
+        for number in range(3):
+            answers = trainer.do("push", what="base")
+            assert not any("error" in answer for answer in answers), answers
+            assert [a["is_delta"] for a in answers] == [number > 0] * 2, answers
+            assert number == 0 or all("replica-9" in a["why"] for a in answers), answers
+            check_whole(trainer, [*engines, other], tmp_path / "whole.pt")
+            trainer.do("nudge", stride=STRIDE, by=0.5**number)
+    finally:
+        pool.remove_replica("replica-9")
 
 
 def test_a_rank_that_gathers_sends_what_has_changed_for_all(

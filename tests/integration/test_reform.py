@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.doubles.replica_weights import BUCKET_BYTES, ELEMENTS, NUM_TENSORS, model
+from tests.doubles.replica_weights import BUCKET_BYTES, ELEMENTS, NUM_TENSORS, STRIDE, model
 from tests.integration.processes import start_coordinator
 from tests.waits import until
 from trainer_side import Publisher
@@ -17,15 +17,20 @@ KILL_AT = 8
 
 
 class Replicas:
-    """Three replica processes and the coordinator."""
+    """Three replica processes and the coordinator.
 
-    def __init__(self, work):
+    Args:
+        without_copies: Numbers of those that can take no delta.
+    """
+
+    def __init__(self, work, without_copies=()):
         self.coordinator, self.target = start_coordinator(work)
         self.processes = {
             f"replica-{i}": Process(
                 f"replica-{i}",
                 ("-m", "tests.doubles.replica_process", self.target, f"replica-{i}",
-                 str(NUM_TENSORS), str(ELEMENTS), "--keep"),
+                 str(NUM_TENSORS), str(ELEMENTS), "--keep",
+                 *(["--no-copies"] if i in without_copies else [])),
                 work,
                 {},
             )
@@ -115,3 +120,43 @@ def test_survivors_go_on_without_a_replica_that_stopped(replicas):
         # It takes part again, or, heard too late for this push, catches up with it.
         assert str(publisher.push_base(model(2.0)).version) == "base@2"
         until(lambda: replicas.ask("replica-1")["firsts"] == [2.0], every_seconds=0.1)
+
+
+@pytest.fixture
+def unlike(tmp_path):
+    """Replicas of which the last two can take no delta."""
+    running = Replicas(tmp_path, without_copies=(1, 2))
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "one-sided"])
+@pytest.mark.parametrize("victim", ["replica-0", "replica-1"])
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_mixed_push_goes_on_after_a_kill(unlike, victim, backend, *, is_behind):
+    """Of the only one that takes the delta, or of another; while that is sent, or all elements."""
+    struck, survivors = [], sorted(set(unlike.processes) - {victim})
+
+    def strike(version, done, total):
+        at = NUM_TENSORS if is_behind else 1
+        if version == "base@2" and done >= at and not struck:
+            struck.append((done, total))
+            os.kill(unlike.processes[victim].pid, signal.SIGKILL)
+
+    with Publisher(
+        unlike.target, trainer_id="trainer-a", bucket_bytes=BUCKET_BYTES, progress=strike,
+        timeout_seconds=60, delta="always", backend=backend,
+    ) as publisher:  # fmt: skip
+        publisher.push_base(model(1.0, STRIDE))
+        version, report = publisher.push_base(model(2.0, STRIDE))
+        assert str(version) == "base@2"
+        assert struck
+        assert report.delta.is_delta, report.delta
+        assert report.num_replicas == 2
+        assert report.delta.num_whole_replicas == len(set(survivors) - {"replica-0"})
+        for name in survivors:
+            served = unlike.ask(name)
+            assert (served["base"], served["firsts"]) == (2, [2.0])
+        publisher.push_base(model(3.0, STRIDE))
+        for name in survivors:
+            assert unlike.ask(name)["firsts"] == [3.0]

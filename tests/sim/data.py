@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
 from weft_rl.contract.errors import WeftError
-from weft_rl.contract.manifest import WSUM64, SendPlan, WireBucket, make_send_plan, plan_buckets
+from weft_rl.contract.manifest import (
+    WSUM64,
+    SendPlan,
+    WireBucket,
+    make_send_plan,
+    mixed_plan,
+    plan_buckets,
+    whole_plan,
+)
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.transfer import Group
@@ -60,6 +68,13 @@ def delta_plan(layout: VersionLayout, base: ContentDigest, num_senders: int) -> 
         plan = make_send_plan(1, [WireBucket(0, i, 256, 1) for i in range(layout.num_buckets)])
     wires = [WireBucket(wire.sender, wire.bucket, 256, 1) for wire in plan.buckets]
     return make_send_plan(num_senders, wires, base.value)
+
+
+def both_plans(layout: VersionLayout, base: ContentDigest, num_senders: int) -> SendPlan:
+    """Changes of a base, as ``delta_plan``, and then all elements."""
+    assert layout.manifest is not None
+    whole = whole_plan(layout.manifest) if num_senders == 1 else plan_of(layout)
+    return mixed_plan(delta_plan(layout, base, num_senders), whole)
 
 
 def change_between(one: bytes, other: bytes) -> bytes:

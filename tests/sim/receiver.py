@@ -127,7 +127,7 @@ class Receiver:
         partial = store.take_partial(transfer.transfer_id, transfer.trainer_id, self.index)
         if store.num_held(self.index) >= _STAGING_ROOM:
             raise CapacityError("staging is full")
-        if transfer.delta_from:
+        if self._takes_delta(transfer):
             try:
                 self._base = self._base_to_change(transfer)
             except WeftError:
@@ -137,7 +137,24 @@ class Receiver:
         goes_on = self.replica.in_place.prepare
         if self._in_place(transfer) and not goes_on(transfer.transfer_id):
             partial.contents.clear()
-        self.stream.up(("prepared", transfer.transfer_id, len(partial.contents)))
+        self.stream.up(("prepared", transfer.transfer_id, self._has(transfer, partial.contents)))
+
+    def _takes_delta(self, transfer: Transfer) -> bool:
+        return bool(transfer.delta_from) and self.replica.name not in transfer.whole_for
+
+    def _own(self, transfer: Transfer) -> range:
+        """The buckets that are taken here, in the order of all: the others pass."""
+        plan, num_buckets = transfer.send_plan, transfer.layout.num_buckets
+        if plan is None or not plan.num_whole:
+            return range(num_buckets)
+        if self._takes_delta(transfer):
+            return range(plan.num_changes)
+        return range(plan.num_changes, num_buckets)
+
+    def _has(self, transfer: Transfer, contents: list[bytes]) -> int:
+        """How many buckets, from the first, need not come for it."""
+        own = self._own(transfer)
+        return transfer.layout.num_buckets if len(contents) == len(own) else own[len(contents)]
 
     def _base_to_change(self, transfer: Transfer) -> bytes:
         """The content of the copy that a delta is applied to.
@@ -170,26 +187,32 @@ class Receiver:
         if self._prepared is None or self._prepared[1].transfer_id != transfer_id:
             raise WeftError(f"{transfer_id} was started but never prepared")
         transfer, partial = self._prepared
-        contents = partial.contents
-        del contents[first_bucket:]  # a slower member lacks those: they come again
-        yield from self._receive_buckets(transfer, contents)
+        contents, own = partial.contents, self._own(transfer)
+        # A slower member lacks those: they come again.
+        del contents[max(0, first_bucket - own.start) :]
+        yield from self._receive_buckets(transfer, contents, first_bucket)
         if self._in_place(transfer):
             self._say_due(transfer)
             yield from self._await_loaded(transfer)
         self._prepared = None
         made = contents
-        if transfer.delta_from:
+        if self._takes_delta(transfer):
             made = [change_between(self._base, content) for content in contents]
         digest = digest_over(made, transfer.layout)
-        base = self._base if transfer.delta_from else b""
+        base = self._base if self._takes_delta(transfer) else b""
         copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents), base)
         self.replica.store.put_staged(copy, self.index)
         self.world.checks.transfers.staging(self, transfer_id, digest)
         self.stream.up(("staged", transfer_id, digest))
 
+    def _apply_before_others(self) -> None:
+        """What the replica finds out of its delta while the others have still to get all."""
+        if self._base == b"damaged!" and self.world.mixed.random() < 0.5:
+            raise DigestMismatchError("the elements here are not those that were changed")
+
     def _in_place(self, transfer: Transfer) -> bool:
         # A delta is read against what is served, and written at its commit.
-        is_whole = transfer.kind is PolicyKind.BASE and not transfer.delta_from
+        is_whole = transfer.kind is PolicyKind.BASE and not self._takes_delta(transfer)
         return self.replica.kind.in_place and is_whole
 
     def _say_due(self, transfer: Transfer) -> None:
@@ -232,21 +255,25 @@ class Receiver:
         return (yield first)
 
     def _receive_buckets(
-        self, transfer: Transfer, contents: list[bytes]
+        self, transfer: Transfer, contents: list[bytes], first_bucket: int
     ) -> Generator[Any, Any, None]:
         assert self.stream is not None
         world = self.world
         late = TransferTimeoutError("the bytes did not come")
         num_received = [0] * self.group.num_senders
         due = world.random.randint(0, AHEAD) if self._in_place(transfer) else 0
-        for index in range(len(contents), transfer.layout.num_buckets):
+        own = self._own(transfer)
+        for index in range(first_bucket, transfer.layout.num_buckets):
+            if index == own.stop and self._takes_delta(transfer):
+                self._apply_before_others()
             rank = transfer.sender_of(index)
             sender = sender_name(self.group, rank)
             data = world.data_of(self.group, transfer.transfer_id, sender, rank)
-            if self._in_place(transfer) and len(contents) >= due:
+            is_own = index in own
+            if is_own and self._in_place(transfer) and len(contents) >= due:
                 self._say_due(transfer)
                 due = len(contents) + transfer.layout.num_buckets
-            if self._in_place(transfer) and len(contents) >= AHEAD:
+            if is_own and self._in_place(transfer) and len(contents) >= AHEAD:
                 yield from self._await_loading(transfer)
             arrives = data.operation(num_received[rank])
             num_received[rank] += 1
@@ -262,11 +289,14 @@ class Receiver:
                 yield from self._wait_speaking(
                     transfer, left, data.broken, self._aborted, late=late
                 )
+            if not is_own:
+                self.stream.up(("verified", transfer.transfer_id, bucket))
+                continue
             if world.random.random() < world.corruption / 3:
                 if world.random.random() < 0.5:
                     raise DigestMismatchError("a bucket's digest is not that of its trailer")
                 content = b"corrupt!"
-            world.checks.transfers.receiving(self, transfer.transfer_id, bucket, len(contents))
+            world.checks.transfers.receiving(self, transfer.transfer_id, bucket, index)
             contents.append(content)
             if self._in_place(transfer):
                 self.replica.in_place.verified(transfer.transfer_id, len(contents))

@@ -29,7 +29,7 @@ class Sending:
     plan: SendPlan | None = None
     rank: int = 0
     change: bytes = b""
-    """Of a delta, what its buckets carry; empty where they carry the content."""
+    """Of a delta, what its buckets carry; empty where all carry the content."""
     num_packed: int = 0
     num_released: int = 0
 
@@ -42,6 +42,11 @@ class Sending:
     def indices(self) -> Sequence[int]:
         """Those that are sent here."""
         return self.plan.sent_by(self.rank) if self.plan else range(self.num_buckets)
+
+    def content(self, index: int) -> bytes:
+        """What a bucket carries."""
+        is_change = self.change and (self.plan is None or index < self.plan.num_changes)
+        return self.change if is_change else self.digest.value
 
 
 FindGroup = Callable[[str], Generator[Any, Any, Group | None]]
@@ -128,7 +133,7 @@ class Epoch:
                     yield from self._await_released(sending, indices[nth - NUM_BUFFERS] + 1)
                 sending.num_packed = nth + 1
             yield self.world.random.uniform(0.001, 0.1)
-            data.send(indices[nth], sending.change or sending.digest.value)
+            data.send(indices[nth], sending.content(indices[nth]))
             self.num_sent = indices[nth] + 1
         yield from self._await_released(sending, sending.num_buckets)
         self.stream.up(("staged", transfer_id, sending.digest))

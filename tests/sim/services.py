@@ -26,11 +26,15 @@ class Target:
 
     content: bytes
     delta_refusal: str
+    num_delta_replicas: int
 
 
 def describe(state: PoolState) -> Target:
     """As ``PublishServicer.DescribeTarget``."""
-    return Target(state.served_base_content, preflight.why_no_delta(state, base_targets(state)))
+    replicas = base_targets(state)
+    refusal = preflight.why_no_delta(state, replicas)
+    takers = preflight.takers_of_delta(state, replicas) if refusal else ()
+    return Target(state.served_base_content, refusal, len(takers))
 
 
 #: Calls whose event is made of what they are called with.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
-from tests.sim.data import change_between, delta_plan, layout_of, plan_of
+from tests.sim.data import both_plans, change_between, delta_plan, layout_of, plan_of
 from tests.sim.sender import Sender, Sending
 from tests.sim.services import Target
 from tests.unit.coordinator.decisions.machine import SPEC
@@ -213,11 +213,14 @@ class SimTrainer(Process):
         known: ContentDigest | None,
     ) -> Generator[Any, Any, bool]:
         """Send it as a delta, and whole where that is refused; or whole at once."""
+        world = self.world
         if self._sends_delta(target, layout, known):
             whole, request_id = push.plan, push.request_id
             # Now and then from what the pool never had.
             base = known or replace(digest, value=b"invented")
-            push.plan = delta_plan(layout, base, whole.num_senders if whole else 1)
+            is_mixed = bool(target.num_delta_replicas) and world.mixed.random() < 0.8
+            plan_of_kind = both_plans if is_mixed else delta_plan
+            push.plan = plan_of_kind(layout, base, whole.num_senders if whole else 1)
             try:
                 change = self._change(base, digest.value)
                 return (yield from self._send(push, layout, digest, change))
@@ -239,7 +242,8 @@ class SimTrainer(Process):
         if not world.sends_deltas:
             return False
         is_served = base is not None and target.content == base_content(layout.digest, base)
-        fits = is_served and not target.delta_refusal
+        can_some = target.num_delta_replicas and world.mixed.random() < 0.9
+        fits = is_served and (can_some or not target.delta_refusal)
         return world.deltas.random() < (0.85 if fits else 0.2)
 
     def _change(self, base: ContentDigest, content: bytes) -> bytes:

@@ -81,11 +81,14 @@ class TransferChecks:
         if served != transfer.layout.digest + transfer.delta_from:
             fail(f"{version} is a delta and was committed over another base than it is from")
         for member in group.members:
+            if member.replica_id in transfer.whole_for:
+                continue  # it made it of all elements
             for index in range(member.num_receivers):
                 key = transfer.transfer_id, member.replica_id, index
                 if self._bases.get(key) != transfer.delta_from:
                     fail(f"{member.replica_id} made {version} of another base than it is from")
-        self._world.trace("coordinator", f"{version} is committed as a delta")
+        text = f", and whole to {', '.join(transfer.sent_whole)}" if transfer.sent_whole else ""
+        self._world.trace("coordinator", f"{version} is committed as a delta{text}")
 
     def applying(self, receiver: Receiver, transfer_id: str, base: bytes) -> None:
         """A receiver makes a version of a base and the changes that it gets."""

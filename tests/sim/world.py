@@ -21,6 +21,7 @@ from tests.sim.network import Network, Stream
 from tests.sim.operator import SimOperator
 from tests.sim.replica import Kind, SimReplica
 from tests.sim.trainer import Push, SimTrainer
+from weft_rl.containers import replace
 from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
@@ -84,6 +85,8 @@ class World:
         self.refusals = 0.0
         # By a generator of their own: a seed without them is the run that it always was.
         self.deltas = Random(f"deltas of {seed}")
+        #: Where some replicas can take a delta and others cannot.
+        self.mixed = Random(f"mixed of {seed}")
         self.sends_deltas, self.delta_failure = self.deltas.random() < 0.5, 0.0
         undo = Random(f"undo of {seed}")
         #: Whether all replicas load in place, and the operator takes deltas back there.
@@ -95,6 +98,8 @@ class World:
         self.trainers: dict[str, SimTrainer] = {}
         self.start_coordinator()
         base_copies = self.random.choice([0, 1, 1, 2, 2, 3])
+        #: Whether some replicas can take deltas and others cannot, more often than by chance.
+        are_unlike = self.sends_deltas and not self.goes_back and self.mixed.random() < 0.4
         in_place = max(self.random.choice([0.0, 0.0, 0.7, 1.0]), float(self.goes_back))
         for i in range(self.random.choice([1, 2, 2, 3, 3, 4])):
             unlike = self.random.random() < 0.1
@@ -104,6 +109,8 @@ class World:
                 kind = Kind(1, int(is_read_back), in_place=True)
             else:
                 kind = Kind(self.random.choice([1, 1, 2]), retain)
+            if are_unlike:
+                kind = replace(kind, base_copies=self.mixed.choice([0, 1]))
             self.start_replica(f"r{i}", kind)
         for i in range(self.random.choice([1, 2, 2, 3])):
             wanted = self.random.sample(POLICIES, self.random.choice([1, 2]))

@@ -19,15 +19,19 @@ _EXPECTED_SHARE = 0.01
 #: A delta of a larger share of the bytes is not sent.
 _MOST_SHARE = 0.5
 _LONGEST_PAUSE = 16
+#: A mixed push takes longer than one of all elements, so that some replicas pause for less: at most
+#: this, as a share of that, times the share of these replicas.
+_MOST_MORE_TIME = 0.5
 
 
 class Choice(NamedTuple):
     """Way in which a version is sent."""
 
-    how: Literal["delta", "keep", "whole"]
-    """"keep" sends all elements and keeps a copy of them, for a delta later."""
+    how: Literal["delta", "mixed", "keep", "whole"]
+    """"mixed" sends a delta to those that can take it, and all elements to the others; "keep" sends
+    all elements and keeps a copy of them, for a delta later."""
     why: str
-    """Reason against a delta, for people; empty for one."""
+    """Reason for which all elements are sent, for people; empty for a delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,9 @@ class PoolFacts:
     """Layout and content of this trainer's copy; empty without one."""
     refusal: str
     """Reason why the pool would refuse a delta now; see ``DescribeTargetResponse``."""
+    takers_share: float = 0.0
+    """Replicas that could take it beside others that are sent all elements, as a share of all; 0
+    where none could, and where it is not refused."""
     on_device: bool
     """True if buckets are packed on an accelerator."""
     num_bytes: int
@@ -83,6 +90,23 @@ class DeltaHistory:
         return whole / (num_bytes / compare + self.share * whole)
 
 
+def why_not_mixed(mode: DeltaMode, facts: PoolFacts, history: DeltaHistory) -> str:
+    """Return why a delta that some replicas cannot take is sent to none; empty if it is sent to
+    those that can, and all elements to the others."""
+    if not facts.takers_share:
+        return facts.refusal
+    if mode == "always":
+        return ""
+    more = 1 / history.gain(facts.num_bytes, on_device=facts.on_device)
+    most = _MOST_MORE_TIME * facts.takers_share
+    if more <= most:
+        return ""
+    return (
+        f"{facts.refusal}; with a delta for the others, the push would take {more:.0%} longer, "
+        f"{most:.0%} are taken"
+    )
+
+
 def choose(mode: DeltaMode, facts: PoolFacts, history: DeltaHistory) -> Choice:
     """Choose how to send a version of the base, before anything of it is compared."""
     if history.num_paused:
@@ -101,13 +125,13 @@ def choose(mode: DeltaMode, facts: PoolFacts, history: DeltaHistory) -> Choice:
                 f"comparing would take as long as sending all elements ({gain:.2f} times as fast, "
                 f"{_MIN_GAIN} are wanted)",
             )
-    if facts.served and facts.refusal:
-        return Choice("whole", facts.refusal)
+    if facts.served and facts.refusal and (why := why_not_mixed(mode, facts, history)):
+        return Choice("whole", why)
     if not facts.copied:
         return Choice("keep", "there is no copy yet of what the pool committed")
     if facts.copied != facts.served:
         return Choice("keep", "the pool serves another version than this trainer committed last")
-    return Choice("delta", "")
+    return Choice("mixed", facts.refusal) if facts.refusal else Choice("delta", "")
 
 
 def why_too_large(delta_bytes: int, whole_bytes: int) -> str:

@@ -15,7 +15,8 @@ from trainer_side.packing.packer import PackedLayout, check_finite, resident
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
 from trainer_side.sources.source import torch_dtypes
-from weft_rl.contract.manifest import Run, WireBucket, make_send_plan
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.manifest import Run, SendPlan, WireBucket, make_send_plan
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
     are_comparable,
@@ -167,6 +168,8 @@ class DeltaPush(RankPush):
         changes: Changes that this rank sends.
         copy: Copy that they were made from; None at a rank that sends none.
         share: Elements that have changed, as a share of all.
+        mixed: Plan of the delta and, behind it, of ``whole``, which is sent, too; None for the
+            delta alone.
     """
 
     def __init__(
@@ -176,6 +179,7 @@ class DeltaPush(RankPush):
         changes: RankChanges,
         copy: CommittedCopy | None,
         share: float,
+        mixed: SendPlan | None = None,
     ) -> None:
         self._whole, self.packing, self.compared, self._copy = whole, packing, changes, copy
         self.description, self.num_bytes = whole.description, whole.num_bytes
@@ -183,6 +187,15 @@ class DeltaPush(RankPush):
         self.is_prepared_together = whole.is_prepared_together
         self.changed_share = share
         self._totals = None if copy is None else changes.totals(copy)
+        self._mixed, self._packed_totals = mixed, self._totals
+        self.behind = None if mixed is None else whole
+
+    @property
+    def plan(self) -> SendPlan:
+        return self._mixed or self.packing.plan
+
+    def note_totals(self, totals: Sequence[int]) -> None:
+        self._packed_totals = list(totals)
 
     def assist(self, *, is_under_way: bool) -> None:
         self._whole.assist(is_under_way=is_under_way)
@@ -207,6 +220,13 @@ class DeltaPush(RankPush):
         self._whole.release()
 
     def committed(self, content_digest: bytes) -> None:
-        """Bring the copy up to date: the pool has committed the delta."""
+        """Bring the copy up to date: the pool has committed the delta.
+
+        Raises:
+            DigestMismatchError: The copy was wrong, for the delta makes other elements of it than
+                were sent beside it; or see ``CommittedCopy.apply``.
+        """
+        if self._packed_totals != self._totals:
+            raise DigestMismatchError("the copy of what the pool committed last was damaged")
         if self._copy is not None and self._totals is not None:
             self._copy.apply(self.compared.coded, content_digest, self._totals)

@@ -133,6 +133,14 @@ class Reader(Protocol):
 
     packing: PackedLayout
 
+    @property
+    def plan(self) -> SendPlan:
+        """Plan of the push: of its packing, or a mixed one, whose first part that is."""
+
+    @property
+    def behind(self) -> Reader | None:
+        """Content of the second part of a mixed plan; None for any other."""
+
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
         """Copy or compute the elements of a bucket whose runs are known.
 
@@ -162,6 +170,10 @@ class Reader(Protocol):
     def on_packed(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
         """Take note of a bucket that was packed; its payload may be read until this returns, on
         the calling thread's current stream."""
+
+    def note_totals(self, totals: Sequence[int]) -> None:
+        """Take note of the digests of what this sender has sent of each tensor in the second part
+        of a mixed plan."""
 
     def end_packing(self) -> None:
         """Look at what was read again, once the last bucket is packed and before it is sent.
@@ -425,7 +437,8 @@ class PackedBuckets:
         packing = packer.packing
         self.manifest, self.plan, self.sender = packing.manifest, packing.plan, packing.sender
         self.num_buffers = len(packer.buffers)
-        self._totals = [0] * len(packing.manifest.tensors)
+        #: Sum of the digests of each tensor's runs that were packed, modulo 2**64.
+        self.totals = [0] * len(packing.manifest.tensors)
         #: Whether the reader has failed, or gave what must not be sent: no other group helps.
         self.spoiled = False
 
@@ -443,15 +456,15 @@ class PackedBuckets:
             self.spoiled = True
             raise
         for run, digest in zip(packed.runs, packed.digests, strict=True):
-            self._totals[run.tensor] = (self._totals[run.tensor] + digest) % 2**64
+            self.totals[run.tensor] = (self.totals[run.tensor] + digest) % 2**64
         return packed.sealed
 
     def are_summed(self) -> bool:
         """See ``Buckets``: return whether the senders have added up their parts."""
-        return self._reader.add_up(self._totals).done
+        return self._reader.add_up(self.totals).done
 
     def digests(self, made: list[int]) -> list[int]:
-        return [total % 2**64 for total in self._reader.add_up(self._totals).result()]
+        return [total % 2**64 for total in self._reader.add_up(self.totals).result()]
 
     def wire(self, index: int) -> torch.Tensor:
         return self._packer.wire(index)
@@ -459,6 +472,56 @@ class PackedBuckets:
     def move(self, held: range) -> None:
         self._packer.move(held)
         self._packers.keep_only(self._packer)
+
+
+class MixedBuckets:
+    """Buckets of a mixed push: of a delta, and then of all elements, each part in buffers of its
+    own. The digests are those of all elements as they were packed; see ``HeldBuckets``.
+
+    Args:
+        reader: Content of the push; the second part's is behind it.
+        changes, whole: Buckets of the two parts.
+    """
+
+    def __init__(self, reader: Reader, changes: PackedBuckets, whole: PackedBuckets) -> None:
+        self._reader, self._changes, self._whole = reader, changes, whole
+        self.manifest, self.plan, self.sender = whole.manifest, reader.plan, whole.sender
+        #: As few as a part has that uses a buffer twice: these have as many as a push may have.
+        self.num_buffers = max(changes.num_buffers, whole.num_buffers)
+        self._num_changes = len(changes.plan.sent_by(self.sender))
+
+    @property
+    def spoiled(self) -> bool:
+        """See ``HeldBuckets``."""
+        return self._changes.spoiled or self._whole.spoiled
+
+    def make(self, index: int, on_progress: Callable[[], None]) -> SealedBucket:
+        buckets, nth = self._place(index)
+        made = buckets.make(nth, on_progress)
+        if index + 1 == len(self.plan.sent_by(self.sender)):
+            self._reader.note_totals(self._whole.totals)
+        return made
+
+    def are_summed(self) -> bool:
+        return self._whole.are_summed()
+
+    def digests(self, made: list[int]) -> list[int]:
+        return self._whole.digests(made)
+
+    def wire(self, index: int) -> torch.Tensor:
+        buckets, nth = self._place(index)
+        return buckets.wire(nth)
+
+    def move(self, held: range) -> None:
+        before = self._num_changes
+        self._changes.move(range(min(held.start, before), min(held.stop, before)))
+        self._whole.move(range(max(0, held.start - before), max(0, held.stop - before)))
+
+    def _place(self, index: int) -> tuple[PackedBuckets, int]:
+        """Return the part that a bucket is in, and its place there."""
+        if index < self._num_changes:
+            return self._changes, index
+        return self._whole, index - self._num_changes
 
 
 def _begin(run: Run, part: Part, meta: TensorMeta) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 import grpc
 import torch
 
-from trainer_side.packing.packer import PackedBuckets, PackerCache, Reader
+from trainer_side.packing.packer import MixedBuckets, PackedBuckets, PackerCache, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
 from trainer_side.pool.coordinator_client import CoordinatorClient, data_address, own_site
 from trainer_side.pushes.rank_push import RankPush
@@ -45,7 +45,7 @@ from weft_rl.rpc.codec import (
 )
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.transport.sender import Progress, ResumableProgress, TransferSender
+from weft_rl.transport.sender import HeldBuckets, Progress, ResumableProgress, TransferSender
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -242,7 +242,7 @@ class PoolClient:
                 base_fingerprint=self._compared(adapter.base, deadline),
                 trained_on_base_version=trained_on,
             )
-        manifest, plan = push.packing.manifest, push.packing.plan
+        manifest, plan = push.packing.manifest, push.plan
         is_divided = plan.listing is Listing.WITHIN_BUCKET
         request = pb.BeginTransferRequest(
             request_id=secrets.token_hex(16),
@@ -500,6 +500,8 @@ class PushSender(TransferSender):
     ) -> None:
         super().__init__(ticket, device, credentials)
         self._packers = PackerCache(device)
+        #: Packers of deltas that all elements follow in the same push.
+        self._mixed_packers = PackerCache(device)
 
     def suits(self, backend: str, selection: BackendSelection) -> bool:
         """Return whether the group suits a further push over a backend; an accelerator may have
@@ -518,11 +520,22 @@ class PushSender(TransferSender):
             finite: Check each packed bucket for NaN and infinities.
             deadline: ``time.monotonic()`` at which to give up.
         """
-        packer = self._packers.find(reader.packing, self.ticket.backend)
-        buckets = PackedBuckets(packer, reader, begun.nonce, finite, self._packers)
+
+        def packed(part: Reader, packers: PackerCache) -> PackedBuckets:
+            packer = packers.find(part.packing, self.ticket.backend)
+            return PackedBuckets(packer, part, begun.nonce, finite, packers)
+
+        buckets: HeldBuckets
+        if reader.behind is None:
+            self._mixed_packers.clear()
+            buckets = packed(reader, self._packers)
+        else:
+            whole = packed(reader.behind, self._packers)
+            buckets = MixedBuckets(reader, packed(reader, self._mixed_packers), whole)
         return ResumableProgress(transfer_id=begun.transfer_id, buckets=buckets, deadline=deadline)
 
     def close(self) -> None:
         """Leave the group, and give the buffers up; block at most 10 s."""
         super().close()
         self._packers.clear()
+        self._mixed_packers.clear()

@@ -31,6 +31,7 @@ from weft_rl.contract.manifest import (
     MAX_WIRE_BUCKETS,
     Manifest,
     Run,
+    SendPlan,
     plan_buckets,
 )
 from weft_rl.contract.tensors import TensorMeta
@@ -74,6 +75,14 @@ class RankPush:
     is_prepared_together: bool = False
     """True if all ranks come to the push, and ``prepare``, before any of them sends."""
 
+    behind: RankPush | None = None
+    """See ``Reader``."""
+
+    @property
+    def plan(self) -> SendPlan:
+        """See ``Reader``."""
+        return self.packing.plan
+
     def prepare(self) -> None:
         """Bring together what cannot be sent as the ranks hold it. Collective, blocks."""
 
@@ -99,6 +108,9 @@ class RankPush:
     def on_packed(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
         if self.copy is not None:
             self.copy.put(nth, payload, packed)
+
+    def note_totals(self, totals: Sequence[int]) -> None:
+        """See ``Reader``."""
 
     def end_packing(self) -> None:
         if self.look_again is not None:

@@ -317,14 +317,16 @@ def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
 
 def sent_text(transfer: publish_pb2.Transfer, unit: str = "") -> str:
     """Format the bytes that a replica receives with a transfer: ``95,500,000 bytes``, or of a
-    delta ``delta 1.20 MB of 95.5 MB``.
+    delta ``delta 1.20 MB of 95.5 MB``, with ``, whole to 1`` where others take all.
 
     Args:
         unit: What follows the number of bytes where it is no delta.
     """
     if not transfer.delta_from:
         return f"{transfer.total_bytes:,}{unit}"
-    return f"delta {shown_bytes(transfer.sent_bytes)} of {shown_bytes(transfer.total_bytes)}"
+    text = f"delta {shown_bytes(transfer.sent_bytes)} of {shown_bytes(transfer.total_bytes)}"
+    num_whole = len(transfer.whole_replica_ids)
+    return f"{text}, whole to {num_whole}" if num_whole else text
 
 
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:

@@ -13,6 +13,9 @@ have the same send plan before the first byte: the sizes of the wire buckets, an
 Receivers verify and report them in this order, and a transfer that resumes counts in it. The runs
 are known with the plan, or announced with each bucket (``Listing``).
 
+A *mixed* plan has two parts, one after the other: a delta's wire buckets, then those of all
+elements. A receiver is told which part is its own, and lets the buckets of the other part pass.
+
 Source: docs/protocol.md, A bucket that lists runs.
 """
 
@@ -643,6 +646,35 @@ class SendPlan:
     delta_from: bytes = b""
     """Content digest of the base that a delta changes, in the same layout: its wire buckets carry
     the changes of their runs. Empty where they carry all elements."""
+    num_whole: int = 0
+    """Wire buckets, the last ones, that carry all elements beside a delta; see ``part``. 0 unless
+    the plan is mixed."""
+
+    @property
+    def num_changes(self) -> int:
+        """Number of wire buckets, the first ones, that carry changes; 0 where none do."""
+        return len(self.buckets) - self.num_whole if self.delta_from else 0
+
+    def part(self, *, takes_whole: bool) -> SendPlan:
+        """Return the plan of a receiver's own part of a mixed plan; of any other plan, itself.
+
+        Indices in it begin at 0: those of all elements come ``num_changes`` later in the order of
+        all buckets.
+        """
+        return self.parts[-1 if takes_whole else 0]
+
+    @cached_property
+    def parts(self) -> tuple[SendPlan, ...]:
+        """The parts of a mixed plan, the changes first; of any other plan, itself alone."""
+        if not self.num_whole:
+            return (self,)
+        changes, whole = self.buckets[: -self.num_whole], self.buckets[-self.num_whole :]
+        lists_runs = any(wire.num_runs for wire in whole)
+        listing = Listing.WITHIN_BUCKET if lists_runs else Listing.NONE
+        return (
+            SendPlan(self.num_senders, changes, delta_from=self.delta_from),
+            SendPlan(self.num_senders, whole, listing),
+        )
 
     @property
     def lists_runs(self) -> bool:
@@ -710,19 +742,51 @@ def transfer_plan(manifest: Manifest, divided: SendPlan | None, *, carries_runs:
     return announced_plan(manifest) if carries_runs else whole_plan(manifest)
 
 
+def mixed_plan(delta: SendPlan, whole: SendPlan) -> SendPlan:
+    """Plan a transfer of a delta to some receivers and of all elements to the others.
+
+    Args:
+        delta, whole: Plans of the same senders for the same version.
+
+    Raises:
+        InvalidRequestError: They have too many wire buckets together.
+    """
+    buckets = (*delta.buckets, *whole.buckets)
+    return make_send_plan(delta.num_senders, buckets, delta.delta_from, len(whole.buckets))
+
+
 def make_send_plan(
-    num_senders: int, buckets: Iterable[WireBucket], delta_from: bytes = b""
+    num_senders: int, buckets: Iterable[WireBucket], delta_from: bytes = b"", num_whole: int = 0
 ) -> SendPlan:
     """Check wire buckets, which may be anybody's claim, and plan a division among senders with
     them.
 
     Args:
-        delta_from: See ``SendPlan``.
+        delta_from, num_whole: See ``SendPlan``.
 
     Raises:
         InvalidRequestError: Names the first that is out of bounds or out of order.
     """
     buckets = tuple(buckets)
+    if len(delta_from) not in (0, DIGEST_BYTES):
+        raise InvalidRequestError(
+            f"a send plan's delta_from has {len(delta_from)} bytes; a content digest has "
+            f"{DIGEST_BYTES}"
+        )
+    if num_whole and not (delta_from and 0 < num_whole < len(buckets)):
+        raise InvalidRequestError(
+            f"a send plan of {len(buckets)} wire buckets, {num_whole} of all elements: a mixed "
+            "plan has some of each kind, and a delta_from"
+        )
+    plan = SendPlan(num_senders, buckets, delta_from=delta_from, num_whole=num_whole)
+    for part in plan.parts:
+        _check_order(part)
+    return plan
+
+
+def _check_order(plan: SendPlan) -> None:
+    """Refuse wire buckets of one part of a plan that are out of bounds or out of order."""
+    num_senders, buckets = plan.num_senders, plan.buckets
     if not 1 <= num_senders <= MAX_SENDERS:
         raise InvalidRequestError(
             f"a send plan of {num_senders} senders; there are 1 to {MAX_SENDERS}"
@@ -749,8 +813,9 @@ def make_send_plan(
                 f"wire bucket {index} has {wire.payload_bytes} payload bytes; they must be "
                 f"a multiple of {ALIGN_BYTES}"
             )
-        if wire.num_runs < 1 or not (
-            delta_from or wire.num_runs <= wire.payload_bytes // ALIGN_BYTES
+        if plan.lists_runs and (
+            wire.num_runs < 1
+            or not (plan.delta_from or wire.num_runs <= wire.payload_bytes // ALIGN_BYTES)
         ):
             raise InvalidRequestError(
                 f"wire bucket {index} of {wire.payload_bytes} payload bytes cannot list "
@@ -759,12 +824,6 @@ def make_send_plan(
     idle = set(range(num_senders)) - {wire.sender for wire in buckets}
     if idle:
         raise InvalidRequestError(f"sender {min(idle)} of a send plan has nothing to send")
-    if len(delta_from) not in (0, DIGEST_BYTES):
-        raise InvalidRequestError(
-            f"a send plan's delta_from has {len(delta_from)} bytes; a content digest has "
-            f"{DIGEST_BYTES}"
-        )
-    return SendPlan(num_senders, buckets, delta_from=delta_from)
 
 
 def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
@@ -773,6 +832,18 @@ def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
     Raises:
         InvalidRequestError: Names the first bucket of the layout that they cannot hold.
     """
+    for part in plan.parts:
+        _check_part(part, manifest)
+
+
+def _check_part(plan: SendPlan, manifest: Manifest) -> None:
+    if not plan.lists_runs:
+        if plan.buckets != whole_plan(manifest).buckets:
+            raise InvalidRequestError(
+                "the send plan lists no runs for all elements: these wire buckets must be those of "
+                "the layout, from one sender"
+            )
+        return
     payloads = [0] * len(manifest.buckets)
     runs = [0] * len(manifest.buckets)
     for wire in plan.buckets:

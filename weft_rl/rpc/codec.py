@@ -26,7 +26,7 @@ from weft_rl.contract.replica_report import (
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
-from weft_rl.schema import codec, converter
+from weft_rl.schema import codec, converter, listing
 from weft_rl.v1 import generate_pb2, publish_pb2, registry_pb2, types_pb2
 
 #: Entries of a list in one message: at most 2.2 MiB with the longest names.
@@ -154,15 +154,17 @@ TICKET: Final = codec(
 )
 
 
+_send_plan: Final = listing(SendPlan, types_pb2.SendPlan, told=["buckets"])
+
+
 def send_plan_to_proto(plan: SendPlan) -> types_pb2.SendPlan:
     """Encode a send plan as lists."""
-    return types_pb2.SendPlan(
-        num_senders=plan.num_senders,
+    return _send_plan(
+        plan,
         senders=[wire.sender for wire in plan.buckets],
         buckets=[wire.bucket for wire in plan.buckets],
         payload_bytes=[wire.payload_bytes for wire in plan.buckets],
         num_runs=[wire.num_runs for wire in plan.buckets],
-        delta_from=plan.delta_from,
     )
 
 
@@ -175,7 +177,9 @@ def send_plan_from_proto(message: types_pb2.SendPlan) -> SendPlan:
     lists = (message.senders, message.buckets, message.payload_bytes, message.num_runs)
     if len({len(entries) for entries in lists}) != 1:
         raise InvalidRequestError("the lists of a send plan are of different lengths")
-    return make_send_plan(message.num_senders, map(WireBucket, *lists), message.delta_from)
+    return make_send_plan(
+        message.num_senders, map(WireBucket, *lists), message.delta_from, message.num_whole
+    )
 
 
 def as_dict(message: Message) -> dict[str, Any]:

@@ -156,6 +156,7 @@ class DescribeTargetResponse(_message.Message):
     BASE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     BASE_LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     DELTA_REFUSAL_FIELD_NUMBER: _builtins.int
+    NUM_DELTA_REPLICAS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -188,6 +189,10 @@ class DescribeTargetResponse(_message.Message):
     """Layout that base_content_digest is of; empty where that is."""
     delta_refusal: _builtins.str
     """Why a delta of that version would be refused now, for people; empty where it would not."""
+    num_delta_replicas: _builtins.int
+    """Where it would be: replicas that could take it in a mixed transfer (SendPlan.num_whole), which
+    sends the others all elements. 0 where none could, or all can.
+    """
     @_builtins.property
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
         """Tensors of the base whose floats are cast to these types in place of base_dtype. What is no
@@ -240,10 +245,11 @@ class DescribeTargetResponse(_message.Message):
         base_content_digest: _builtins.bytes = ...,
         base_layout_digest: _builtins.bytes = ...,
         delta_refusal: _builtins.str = ...,
+        num_delta_replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_content_digest", b"base_content_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_layout_digest", b"base_layout_digest", "base_version", b"base_version", "delta_refusal", b"delta_refusal", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_content_digest", b"base_content_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_layout_digest", b"base_layout_digest", "base_version", b"base_version", "delta_refusal", b"delta_refusal", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_delta_replicas", b"num_delta_replicas", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -924,6 +930,7 @@ class Transfer(_message.Message):
     PAUSES_FIELD_NUMBER: _builtins.int
     DELTA_FROM_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    WHOLE_REPLICA_IDS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -967,7 +974,9 @@ class Transfer(_message.Message):
     delta_from: _builtins.bytes
     """Content digest of the base that it changed, where it was sent as a delta; else empty."""
     sent_bytes: _builtins.int
-    """Payload bytes that each replica receives: total_bytes, or of a delta the changes alone."""
+    """Payload bytes that each replica receives: total_bytes, or of a delta the changes alone, but
+    for whole_replica_ids.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -1033,6 +1042,10 @@ class Transfer(_message.Message):
     def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPause]:
         """Pauses of generation, sorted by replica; empty where more than 64 replicas take part."""
 
+    @_builtins.property
+    def whole_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas that are sent all elements beside a delta (SendPlan.num_whole), sorted."""
+
     def __init__(
         self,
         *,
@@ -1069,10 +1082,11 @@ class Transfer(_message.Message):
         pauses: _abc.Iterable[Global___GenerationPause] | None = ...,
         delta_from: _builtins.bytes = ...,
         sent_bytes: _builtins.int = ...,
+        whole_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "failure", b"failure", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "delta_from", b"delta_from", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "sent_bytes", b"sent_bytes", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "delta_from", b"delta_from", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "sent_bytes", b"sent_bytes", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for", "whole_replica_ids", b"whole_replica_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

@@ -181,7 +181,8 @@ class PublishServiceServicer(object):
         adapter fits another base; or refuse_other_base, and it was trained on another
         content of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
         REVISION_MISMATCH, DELTA_REFUSED (of a delta, in its turn: the pool serves a base of another
-        content, or a replica cannot change its copy; push the same weights whole);
+        content, or a replica cannot change its copy, in a mixed transfer none can; push the same
+        weights whole);
         ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata

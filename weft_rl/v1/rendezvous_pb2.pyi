@@ -766,6 +766,7 @@ class Prepare(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     CARRIES_RUNS_FIELD_NUMBER: _builtins.int
     SEND_PLAN_FIELD_NUMBER: _builtins.int
+    TAKES_WHOLE_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
     layout_digest: _builtins.bytes
@@ -785,6 +786,11 @@ class Prepare(_message.Message):
     """
     carries_runs: _builtins.bool
     """As BeginTransferRequest.carries_runs said."""
+    takes_whole: _builtins.bool
+    """Of a mixed transfer (SendPlan.num_whole): whether this receiver takes the last part, all
+    elements, and not the delta. It takes part in the sending of the other part, drops what comes,
+    and reports it as verified.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -810,10 +816,11 @@ class Prepare(_message.Message):
         trace_context: _builtins.str = ...,
         carries_runs: _builtins.bool = ...,
         send_plan: _types_pb2.SendPlan | None = ...,
+        takes_whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["send_plan", b"send_plan", "timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carries_runs", b"carries_runs", "kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "send_plan", b"send_plan", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carries_runs", b"carries_runs", "kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "send_plan", b"send_plan", "takes_whole", b"takes_whole", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

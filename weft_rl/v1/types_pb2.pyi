@@ -284,12 +284,20 @@ class SendPlan(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     NUM_RUNS_FIELD_NUMBER: _builtins.int
     DELTA_FROM_FIELD_NUMBER: _builtins.int
+    NUM_WHOLE_FIELD_NUMBER: _builtins.int
     num_senders: _builtins.int
     """Senders: ranks 0 and up of the side group; 1 to 256, and each has a wire bucket."""
     delta_from: _builtins.bytes
     """Content digest of the base that a delta changes, in the same layout: the wire buckets then
     carry the changed elements of their runs alone, which may lie in later buckets of the layout,
     too. Empty where they carry all elements.
+    """
+    num_whole: _builtins.int
+    """Of a mixed transfer, which is a delta to some receivers and all elements to the others: how
+    many wire buckets, the last ones, carry all elements. They are as without delta_from, but that
+    one sender may list no runs (num_runs 0): then they are the layout's buckets. Each of the two
+    parts is checked by itself, and its trailers count from 0; all else counts in one order.
+    Prepare.takes_whole says which part is a receiver's own. 0 where all carry changes, or none.
     """
     @_builtins.property
     def senders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -319,10 +327,11 @@ class SendPlan(_message.Message):
         payload_bytes: _abc.Iterable[_builtins.int] | None = ...,
         num_runs: _abc.Iterable[_builtins.int] | None = ...,
         delta_from: _builtins.bytes = ...,
+        num_whole: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "delta_from", b"delta_from", "num_runs", b"num_runs", "num_senders", b"num_senders", "payload_bytes", b"payload_bytes", "senders", b"senders"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "delta_from", b"delta_from", "num_runs", b"num_runs", "num_senders", b"num_senders", "num_whole", b"num_whole", "payload_bytes", b"payload_bytes", "senders", b"senders"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -295,3 +295,5 @@ def test_a_delta_says_how_much_was_sent_of_how_much(
     )
     assert sent_text(last, " bytes") == said
     assert f", {said} to" in shown(pb.GetPoolResponse(last_transfer=last), 200)
+    last.whole_replica_ids.extend(["replica-1", "replica-2"])
+    assert sent_text(last, " bytes") == (f"{said}, whole to 2" if delta_from else said)

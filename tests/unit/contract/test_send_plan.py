@@ -16,7 +16,9 @@ from weft_rl.contract.manifest import (
     align_up,
     check_send_plan,
     make_send_plan,
+    mixed_plan,
     plan_buckets,
+    whole_plan,
 )
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.codec import send_plan_from_proto, send_plan_to_proto
@@ -124,3 +126,74 @@ def test_a_delta_may_be_shorter_than_its_layout_and_not_much_longer() -> None:
             check_send_plan(wrong, manifest)
     with pytest.raises(InvalidRequestError, match="a content digest has 8"):
         make_send_plan(1, [WireBucket(0, 0, 256, 1)], b"short")
+
+
+BASE = b"12345678"
+
+
+def delta_of(whole: SendPlan) -> SendPlan:
+    wires = [WireBucket(w.sender, w.bucket, 256, max(1, w.num_runs)) for w in whole.buckets]
+    return make_send_plan(whole.num_senders, wires, BASE)
+
+
+@given(st.lists(st.integers(600, 2000), min_size=1, max_size=20), st.booleans())
+def test_a_mixed_plan_is_its_two_parts_in_one_order(sizes: list[int], is_shared: bool) -> None:
+    manifest = layout(sizes)
+    whole = in_halves(manifest) if is_shared else whole_plan(manifest)
+    delta = delta_of(whole)
+    plan = mixed_plan(delta, whole)
+    check_send_plan(plan, manifest)
+    told = send_plan_from_proto(send_plan_to_proto(plan))
+    assert told == plan
+    assert told.parts == (delta, whole)
+    assert told.part(takes_whole=False) == delta
+    assert told.part(takes_whole=True) == whole
+    assert (told.num_changes, told.num_whole) == (len(delta.buckets), len(whole.buckets))
+    for sender in range(plan.num_senders):
+        behind = [told.num_changes + index for index in whole.sent_by(sender)]
+        assert told.sent_by(sender) == (*delta.sent_by(sender), *behind)
+    for each in (delta, whole):
+        assert each.parts == (each,)
+        assert each.part(takes_whole=True) is each.part(takes_whole=False) is each
+    assert (delta.num_changes, whole.num_changes) == (len(delta.buckets), 0)
+
+
+@pytest.mark.parametrize(
+    ("base", "num_whole", "message"),
+    [
+        (b"", 1, "has some of each kind, and a delta_from"),
+        (BASE, 3, "has some of each kind"),
+        (BASE, 2, "cannot list 0 runs"),
+    ],
+)
+def test_what_is_no_mixed_plan_is_refused(base: bytes, num_whole: int, message: str) -> None:
+    wires = [(0, 0, 256, 1), (0, 0, 512, 0), (0, 1, 256, 1)]
+    with pytest.raises(InvalidRequestError, match=message):
+        make_send_plan(1, [WireBucket(*wire) for wire in wires], base, num_whole)
+
+
+def test_a_mixed_plan_in_which_a_sender_has_but_one_part_is_refused() -> None:
+    wires = [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1), WireBucket(0, 0, 512, 1)]
+    with pytest.raises(InvalidRequestError, match="sender 1 of a send plan has nothing to send"):
+        make_send_plan(2, wires, BASE, 1)
+
+
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        ([(0, 0, 512, 0)], "must be those of the layout"),
+        ([(0, 0, 512, 0), (0, 1, 512, 0)], "must be those of the layout"),
+        ([(0, 0, 512, 1)], "bucket 1 has 256 payload bytes; the send plan has 0"),
+    ],
+)
+def test_each_part_must_fit_the_layout(
+    whole: list[tuple[int, int, int, int]], message: str
+) -> None:
+    manifest = plan_buckets(
+        [TensorMeta(f"t.{i}.w", DataType.UINT8, (size,)) for i, size in enumerate((500, 100))],
+        512,
+    )
+    wires = [WireBucket(0, 0, 256, 2), *(WireBucket(*wire) for wire in whole)]
+    plan = make_send_plan(1, wires, BASE, len(whole))
+    with pytest.raises(InvalidRequestError, match=message):
+        check_send_plan(plan, manifest)

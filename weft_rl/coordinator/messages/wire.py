@@ -120,6 +120,7 @@ def transfer_to_proto(
         staging=duration_to_proto((committed or end) - started) if started else None,
         committing=duration_to_proto(end - committed) if committed else None,
         lost_replica_ids=transfer.lost,
+        whole_replica_ids=transfer.sent_whole,
         serving_replica_ids=sorted(transfer.served_by),
         refusals=[
             _refusal(failure, replica_id=replica_id)

@@ -153,7 +153,7 @@ class LiveGroup:
     """One live group: its store, its ranks' streams, and the progress of its receivers."""
 
     def __init__(self, group: Group) -> None:
-        self.group_id = group.group_id
+        self.group_id, self.member_name = group.group_id, group.member_name
         # By digest, so that how long a look-up takes tells nothing of a token.
         self.ranks = {token_digest(group.token_of(rank)): rank for rank in range(group.size)}
         self.size, self.num_senders = group.size, group.num_senders
@@ -394,7 +394,13 @@ class LiveGroups:
             carries_runs=transfer.purpose.carries_runs,
             send_plan=send_plan_to_proto(transfer.send_plan) if transfer.send_plan else None,
         )
-        self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
+        for takes_whole in (False, True):
+            prepare.takes_whole = takes_whole
+            message = rendezvous_pb2.AttendResponse(prepare=prepare)  # a copy
+            for rank, link in live.links.items():
+                is_such = (live.member_name(rank) in transfer.whole_for) is takes_whole
+                if rank >= live.num_senders and is_such:
+                    link.send(message)
 
     def send_start(
         self,
@@ -436,16 +442,9 @@ class LiveGroups:
             )
             self._send(live, rendezvous_pb2.AttendResponse(abort=abort))
 
-    def _send(
-        self,
-        live: LiveGroup,
-        message: rendezvous_pb2.AttendResponse,
-        *,
-        receivers_only: bool = False,
-    ) -> None:
-        for rank, link in live.links.items():
-            if rank >= live.num_senders or not receivers_only:
-                link.send(message)
+    def _send(self, live: LiveGroup, message: rendezvous_pb2.AttendResponse) -> None:
+        for link in live.links.values():
+            link.send(message)
 
     def num_verified(self, group_id: str, transfer_id: str) -> int:
         """Return how many buckets of a transfer under way every receiver has verified."""

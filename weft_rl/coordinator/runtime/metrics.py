@@ -160,6 +160,8 @@ class PoolMetrics:
             self._stage.labels(kind).observe(now.commit_at - now.start_at)
             self._bytes.labels(kind).inc(now.layout.total_bytes)
             self._sent.labels("delta" if now.delta_from else "whole").inc(now.sent_bytes)
+            if now.sent_whole:
+                self._sent.labels("whole").inc(now.layout.total_bytes)
 
     def _count_end(self, ended: Transfer) -> None:
         if ended.failure and ended.failure.reason == _STALLED and not ended.refusals:

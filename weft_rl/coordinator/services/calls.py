@@ -314,6 +314,8 @@ class PublishServicer(
         exceptions = dtype_exceptions(described, capabilities.base_dtype)
         reference = described.reference
         layout_digest, content_digest = state.served_base_digests
+        delta_refusal = preflight.why_no_delta(state, replicas)
+        takers = preflight.takers_of_delta(state, replicas) if delta_refusal else ()
         return publish_pb2.DescribeTargetResponse(
             base_fingerprint=state.fingerprint,
             architecture=state.architecture,
@@ -332,7 +334,8 @@ class PublishServicer(
             reference_name=described.name,
             base_layout_digest=layout_digest,
             base_content_digest=content_digest,
-            delta_refusal=preflight.why_no_delta(state, replicas),
+            delta_refusal=delta_refusal,
+            num_delta_replicas=len(takers),
         )
 
     def _described(self, replicas: Sequence[Replica]) -> DescribedReference | None:

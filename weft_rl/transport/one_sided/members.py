@@ -373,13 +373,16 @@ class OneSidedReceiver:
                 f"the sender sends {ready.num_bytes:,} bytes where {work.buffer.numel():,} are "
                 "expected"
             )
+        work.tell_kept = partial(connection.send, Kept(ready.sequence))
+        if work.options.is_dropped:
+            self._taken(connection, ready, work)
+            return
         wanted = work.options.tail_bytes
         num_bytes = ready.num_bytes - (wanted if ready.tail else 0)
         # Only what lies where the buffer does is read there as the buffer would be.
         lends = work.borrows and work.buffer.is_cuda == isinstance(mapped, DeviceMapping)
         lent = mapped.lent(ready.first_byte, num_bytes) if lends else None
         work.tail = _tail(ready, wanted, mapped)
-        work.tell_kept = partial(connection.send, Kept(ready.sequence))
         if lent is not None:
             self._lend(connection, ready, work, lent)
             return
@@ -388,6 +391,10 @@ class OneSidedReceiver:
             mapped.copy(ready.first_byte, work.buffer[:num_bytes], self._check, work.after)
         if connection.is_ended:  # it may have changed the bytes meanwhile
             raise OneSidedError("the sender left while its memory was read")
+        self._taken(connection, ready, work)
+
+    def _taken(self, connection: MemberConnection, ready: Ready, work: OneSidedWork) -> None:
+        """Tell the sender that a bucket is no longer read, and end the receive."""
         connection.send(Taken(ready.sequence))
         with self._lock:
             self._posted.popleft()

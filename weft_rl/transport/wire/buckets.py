@@ -51,6 +51,9 @@ class BucketOptions(NamedTuple):
     on_kept: Callable[[], None] | None = None
     """Callback of a send, on any thread, once every receiver has said that it keeps the bucket,
     where a backend carries that (``Operation.is_kept``)."""
+    is_dropped: bool = False
+    """True if nobody reads what a receive brings: its bytes may stay where they are, and its buffer
+    is never written where they do."""
 
 
 WHOLE = BucketOptions()

@@ -133,8 +133,8 @@ async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
     assert refused.value.reason == "TOO_SLOW"
 
 
-def _two_senders() -> Group:
-    members = (Member("r0", "i1", 2, 1),)
+def _two_senders(num_replicas: int = 1) -> Group:
+    members = tuple(Member(f"r{i}", "i1", 2 + i, 1) for i in range(num_replicas))
     return Group("g", "secret", 1, "t1", "s1", "gloo", members, num_senders=2)
 
 
@@ -145,6 +145,33 @@ async def _heard(link: RankStream) -> list[str]:
         while message := await asyncio.wait_for(link.next(), 0.05):
             kinds.append(str(message.WhichOneof("message")))
     return kinds
+
+
+async def test_each_receiver_is_told_which_part_of_a_mixed_plan_is_its_own() -> None:
+    groups, group = LiveGroups(lambda event: None), _two_senders(num_replicas=2)
+    groups.open_group(group)
+    links = [groups.attend("g", group.token_of(r), r, 2 if r < 2 else 0) for r in range(4)]
+    wires = [WireBucket(sender, 0, 256, 1) for sender in (0, 1)]
+    plan = make_send_plan(2, [*wires, *wires], b"12345678", 2)
+    transfer = Transfer(
+        ids=TransferIds("t", 1, "g", "k", "s"),
+        purpose=Clone(replica_id="r0", source="r1"),
+        policy="base",
+        kind=PolicyKind.BASE,
+        trainer_id="t1",
+        send_plan=plan,
+        whole_for=frozenset({"r1"}),
+        begin_at=0.0,
+    )
+    groups.send_prepare("g", transfer, 10.0)
+    told = {}
+    for rank in (2, 3):
+        assert (await links[rank].next()).WhichOneof("message") == "welcome"
+        prepare = (await links[rank].next()).prepare
+        assert send_plan_from_proto(prepare.send_plan) == plan
+        told[group.member_name(rank)] = prepare.takes_whole
+    assert told == {"r0": False, "r1": True}
+    assert await _heard(links[0]) == ["welcome"], "senders prepare nothing"
 
 
 async def test_each_of_several_senders_is_told_what_one_alone_is() -> None:

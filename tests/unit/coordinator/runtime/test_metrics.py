@@ -17,6 +17,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.manifest import WSUM64, WireBucket, make_send_plan
+from weft_rl.contract.names import VersionVector
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase
 from weft_rl.coordinator.decisions.step import step
@@ -147,6 +148,19 @@ def test_a_delta_counts_what_it_sends_beside_what_it_stages() -> None:
     assert m.value("transfer_bytes_total", form="whole") == LAYOUT.total_bytes
     assert m.value("transfer_bytes_total", form="delta") == 256
     assert m.value("bytes_staged_total", kind="base") == 2 * LAYOUT.total_bytes
+
+
+def test_a_mixed_push_counts_both_of_what_it_sends() -> None:
+    m = _pool("r0", policies=("base",))
+    m.run_to(Phase.COMMITTED, "base")
+    m.register("r1", vector=VersionVector(1))
+    whole = LAYOUT.total_bytes
+    wires = [WireBucket(0, 0, 256, 1), WireBucket(0, 0, 512, 1)]
+    plan = make_send_plan(1, wires, DIGEST.value, 1)
+    m.run_to(Phase.COMMITTED, "base", send_plan=plan)
+    assert m.value("transfer_bytes_total", form="delta") == 256
+    assert m.value("transfer_bytes_total", form="whole") == 2 * whole
+    assert m.value("bytes_staged_total", kind="base") == 2 * whole
 
 
 def test_a_push_of_the_base_pauses_generation() -> None:

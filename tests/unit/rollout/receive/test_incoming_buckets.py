@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_side.receive.incoming_buckets import receive_buckets
+from rollout_side.receive.incoming_buckets import IncomingPart, receive_buckets
 from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError, WeftError
+from weft_rl.contract.manifest import WireBucket, make_send_plan
 from weft_rl.transport.wire.buckets import IN_ITS_BUFFER
+
+
+def _part(num_buckets: int) -> IncomingPart:
+    wires = [WireBucket(0, index, 256, 1) for index in range(num_buckets)]
+    return IncomingPart(make_send_plan(1, wires), 0)
 
 
 class _Lent:
@@ -43,14 +49,10 @@ class _Lent:
 class _OtherBytes:
     """Ring of one bucket and its sink, that finds other bytes than were sent."""
 
-    num_kept, ahead, copies_lent = 0, 1, True
+    num_kept, ahead, copies_lent, is_dropped = 0, 1, True, False
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
-
-    @property
-    def sink(self) -> _OtherBytes:
-        return self
 
     def is_load_due(self) -> bool:
         return False
@@ -89,12 +91,11 @@ def test_what_a_sender_has_left_behind_is_not_taken_for_what_it_sent(
         lanes={0: lane}, progress=SimpleNamespace(report=lambda *said: None)
     )
     prepared: Any = SimpleNamespace(
-        transfer_id="t1", num_buckets=1, nonce=7, deadline=time.monotonic() + 10,
-        sender_of=lambda index: 0,
+        transfer_id="t1", nonce=7, deadline=time.monotonic() + 10,
     )  # fmt: skip
     ring: Any = _OtherBytes(at_once=at_once)
     with pytest.raises(error):
-        receive_buckets(membership, prepared, ring, 0)
+        receive_buckets(membership, prepared, ring, _part(1), 0)
     assert lent.num_given_back == 1
     assert lent.num_kept == 0
 
@@ -145,10 +146,10 @@ def test_what_is_kept_is_told_and_nothing_that_only_was_verified(
         attendance=SimpleNamespace(send=report),
     )
     prepared: Any = SimpleNamespace(
-        transfer_id="t1", num_buckets=2, nonce=7, deadline=time.monotonic() + 10,
-        sender_of=lambda index: 0, version="base@1", span=SimpleNamespace(set=lambda **told: None),
+        transfer_id="t1", nonce=7, deadline=time.monotonic() + 10,
+        version="base@1", span=SimpleNamespace(set=lambda **told: None),
     )  # fmt: skip
     ring: Any = _InPairs()
-    receive_buckets(membership, prepared, ring, 0)
+    receive_buckets(membership, prepared, ring, _part(2), 0)
     assert order == expected
     assert [receive.num_given_back for receive in receives] == [1, 1]

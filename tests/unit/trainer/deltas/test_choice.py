@@ -44,6 +44,43 @@ def test_a_delta_is_sent_where_the_pool_serves_what_was_copied(
         assert bool(choice.why) is (how != "delta")
 
 
+REFUSAL = "replica-0 holds no copy"
+
+
+@pytest.mark.parametrize(
+    ("mode", "takers_share", "share", "how", "why"),
+    [
+        ("always", 0.0, 0.01, "whole", REFUSAL),
+        ("always", 0.1, 0.4, "mixed", REFUSAL),
+        ("auto", 0.0, 0.01, "whole", REFUSAL),
+        # Comparing takes a tenth of the time of all elements, and the changes their share.
+        ("auto", 0.5, 0.1, "mixed", REFUSAL),
+        ("auto", 0.5, 0.2, "whole", "the push would take 30% longer, 25% are taken"),
+        ("auto", 0.75, 0.2, "mixed", REFUSAL),
+        ("auto", 0.1, 0.01, "whole", "the push would take 11% longer, 5% are taken"),
+    ],
+)
+def test_a_delta_that_some_cannot_take_is_sent_to_the_others_where_that_is_worth_it(
+    mode: DeltaMode, takers_share: float, share: float, how: str, why: str
+) -> None:
+    facts = replace(FACTS, refusal=REFUSAL, takers_share=takers_share)
+    choice = choose(mode, facts, DeltaHistory(send_rate=SLOW, share=share))
+    assert choice.how == how
+    assert why in choice.why
+    # Before it, there must be a copy of what the pool serves.
+    copy = choose(mode, replace(facts, copied=b"v2"), DeltaHistory(send_rate=SLOW, share=share))
+    assert copy.how == ("keep" if how == "mixed" else "whole")
+
+
+def test_a_mixed_push_is_not_thought_of_where_a_delta_would_not_be_sent() -> None:
+    facts = replace(FACTS, refusal=REFUSAL, takers_share=0.9)
+    assert choose("auto", facts, DeltaHistory()).how == "whole"
+    assert choose("auto", facts, DeltaHistory(send_rate=2e9)).how == "whole"
+    history = DeltaHistory(send_rate=SLOW)
+    history.was_useless()
+    assert choose("always", facts, history).how == "keep"
+
+
 def test_auto_measures_first_and_leaves_fast_backends_alone() -> None:
     assert choose("auto", FACTS, DeltaHistory()).how == "whole"
     assert choose("always", FACTS, DeltaHistory()).how == "delta"

@@ -10,14 +10,20 @@ import torch
 from tests.doubles.shards import held_push
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.deltas.delta_push import DeltaPush, compare, delta_packing
-from trainer_side.packing.packer import PackedBuckets, Packer, PackerCache, whole_packing
+from trainer_side.packing.packer import (
+    MixedBuckets,
+    PackedBuckets,
+    Packer,
+    PackerCache,
+    whole_packing,
+)
 from trainer_side.params.elements import HeldElements, HeldRun
 from trainer_side.pushes.rank_push import HeldPush
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sharding.plan import ShardPlan
 from trainer_side.sources.source import CastRule, HeldTensors, tensor_source
-from weft_rl.contract.errors import NotFiniteError
-from weft_rl.contract.manifest import plan_buckets
+from weft_rl.contract.errors import DigestMismatchError, NotFiniteError
+from weft_rl.contract.manifest import mixed_plan, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
 from weft_rl.transport.group import CPU
@@ -99,6 +105,64 @@ def test_a_delta_has_the_digests_of_all_elements_and_the_copy_follows_it(
         delta.committed(BASE)
         assert all(torch.equal(copy.payload(nth), each) for nth, each in enumerate(whole))
         assert copy.totals == digests
+
+
+def mixed_of(tensors: dict[str, torch.Tensor], copy: CommittedCopy) -> DeltaPush:
+    push = push_of(tensors)
+    changes = compare(push, copy, CPU, finite=False)
+    packing = delta_packing(push.packing, BASE, changes.sizes)
+    plan = mixed_plan(packing.plan, push.packing.plan)
+    return DeltaPush(push, packing, changes, copy, 0.1, plan)
+
+
+def buckets_of(push: DeltaPush) -> MixedBuckets:
+    """Return the buckets of a mixed push, as ``PushSender`` makes them."""
+    assert push.behind is not None
+    changes, whole = (
+        PackedBuckets(Packer(part.packing), part, 7, False, PackerCache(CPU))
+        for part in (push, push.behind)
+    )
+    return MixedBuckets(push, changes, whole)
+
+
+def test_a_mixed_push_is_the_delta_and_then_all_elements_with_the_digests_of_both() -> None:
+    old = made(1)
+    copy, new = copied(old), changed(old)
+    whole, digests = send(push_of(new))
+    changes, _ = send(delta_of(new, copy))
+    push = mixed_of(new, copy)
+    buckets, sent = buckets_of(push), list[torch.Tensor]()
+    num_buckets = len(push.plan.buckets)
+    assert num_buckets == len(changes) + len(whole) == len(push.plan.sent_by(0))
+    for index in range(num_buckets):
+        sealed = buckets.make(index, lambda: None)
+        sent.append(buckets.wire(index)[: sealed.payload_bytes].clone())
+        # What is held goes along when it is sent on in another group, of whichever part it is.
+        held = range(max(0, index + 1 - buckets.num_buffers), index + 1)
+        before = [buckets.wire(nth).clone() for nth in held]
+        buckets.move(held)
+        for nth, wire in zip(held, before, strict=True):
+            size = push.plan.buckets[nth].payload_bytes
+            assert torch.equal(buckets.wire(nth)[:size], wire[:size])
+    assert all(map(torch.equal, sent, [*changes, *whole]))
+    assert buckets.are_summed()
+    assert buckets.digests([]) == digests
+    assert (buckets.manifest, buckets.plan) == (push.packing.manifest, push.plan)
+    assert not buckets.spoiled
+    push.committed(BASE)
+    assert all(torch.equal(copy.payload(nth), each) for nth, each in enumerate(whole))
+
+
+def test_a_copy_of_which_the_delta_makes_other_elements_than_were_sent_is_given_up() -> None:
+    copy, new = copied(made(1)), changed(made(1))
+    copy.payload(0).view(torch.int32)[77] ^= 1 << 12
+    push = mixed_of(new, copy)
+    buckets = buckets_of(push)
+    for index in range(len(push.plan.buckets)):
+        buckets.make(index, lambda: None)
+    assert buckets.digests([]) == send(push_of(new))[1]  # of what is true
+    with pytest.raises(DigestMismatchError, match="damaged"):
+        push.committed(BASE)
 
 
 def test_nothing_that_changed_is_a_delta_of_nothing() -> None:

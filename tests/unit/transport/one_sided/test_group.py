@@ -559,6 +559,26 @@ def test_what_is_lent_is_the_senders_until_it_is_given_back(join: Join) -> None:
     assert bool(into.all())
 
 
+@pytest.mark.parametrize("tail", [b"", b"tail", b"t" * 20_000])
+def test_what_a_receiver_drops_is_neither_copied_nor_lent(join: Join, tail: bytes) -> None:
+    sender, (receiver, other) = join(2)
+    room = 2 * MAX_TAIL_BYTES
+    sent = sender.broadcast(filled(1), 10.0, BucketOptions(False, room, tail))
+    into = torch.empty(1, dtype=torch.uint8).expand(SIZE)  # it must not be written
+    options = BucketOptions(True, room, is_dropped=True)
+    dropped = receiver.broadcast(into, 10.0, options)
+    taken = other.broadcast(empty(), 10.0, BucketOptions(True, room))
+    for work in (dropped, taken):
+        assert work.wait_until(soon())
+        work.finish()
+    assert (dropped.arrived.lent, dropped.arrived.tail) == (None, None)
+    assert taken.arrived.lent is not None
+    for work in (dropped, taken):
+        work.give_back()
+        assert work.keep()
+    assert sent.wait_until(soon())
+
+
 @pytest.mark.parametrize("borrows", [True, False])
 @pytest.mark.parametrize(
     ("room", "tail"), [(64, b"tail"), (64, b"t" * 64), (2 * MAX_TAIL_BYTES, b"t" * 20_000)]

@@ -151,7 +151,10 @@ class Push(Purpose):
         preflight.check_names(change.state, transfer.policy)  # some came while it waited
         preflight.check_takes_bases(change.state, transfer.policy)
         passed_over = {replica.replica_id for replica in unheard}
-        if transfer.delta_from:
+        if transfer.is_mixed:
+            whole_for = preflight.sent_whole_beside_delta(change.state, transfer, replicas)
+            transfer = replace(transfer, whole_for=whole_for)
+        elif transfer.delta_from:
             passed_over |= preflight.passed_over_by_delta(change.state, transfer, replicas)
         free = [r for r in queue.free(replicas) if r.replica_id not in passed_over]
         if len(free) < self.min_replicas:
@@ -174,6 +177,8 @@ class Push(Purpose):
             raise mismatch.error()
         if not fits:
             return "preflight"
+        if transfer.is_mixed and transfer.whole_for.issuperset(r.replica_id for r in free):
+            raise preflight.delta_refused("no replica that can take the delta is free for the push")
         self._count_passed_over(change, transfer, replicas, passed_over)
         take_over(change, free, transfer)
         transfer = replace(transfer, lost=tuple(full), losses=full)
@@ -402,7 +407,11 @@ def begin_answer(transfer: Transfer, group: Group | None) -> BeginAnswer:
 
 def _sent(transfer: Transfer) -> str:
     """Format what each replica receives, for messages."""
-    return f"{'a delta of ' if transfer.delta_from else ''}{transfer.sent_bytes} bytes"
+    text = f"{'a delta of ' if transfer.delta_from else ''}{transfer.sent_bytes} bytes"
+    if not transfer.sent_whole:
+        return text
+    num_whole = len(transfer.sent_whole)
+    return f"{text}, to {num_whole} of them {transfer.layout.total_bytes} bytes"
 
 
 def _unheard(state: PoolState, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
@@ -636,7 +645,7 @@ def _new_transfer(
         layout=layout,
         send_plan=plan,
         delta_from=plan.delta_from if plan else b"",
-        delta_bytes=sum(wire.payload_bytes for wire in plan.buckets) if plan else 0,
+        delta_bytes=sum(wire.payload_bytes for wire in plan.parts[0].buckets) if plan else 0,
         adapter=event.adapter,
         backend=event.backend,
         backend_reason=event.backend_reason,

@@ -391,6 +391,8 @@ class Transfer(CallAnswer):
     """Content digest of the base that it changes; empty where all elements are sent."""
     delta_bytes: int = 0
     """Payload bytes of these changes."""
+    whole_for: frozenset[str] = frozenset()
+    """Replicas that are sent all elements beside a delta; empty while it waits for its turn."""
     adapter: AdapterSpec | None = None
     backend: str = ""
     backend_reason: str = ""
@@ -458,8 +460,20 @@ class Transfer(CallAnswer):
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes that each replica receives."""
+        """Payload bytes that each replica receives, but for those that are sent all elements
+        beside a delta."""
         return self.delta_bytes if self.delta_from else self.layout.total_bytes
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if it is a delta to some replicas and all elements to the others; not known any more
+        once it has ended."""
+        return self.send_plan is not None and self.send_plan.num_whole > 0
+
+    @property
+    def sent_whole(self) -> tuple[str, ...]:
+        """Replicas of those that take part that are sent all elements beside a delta, sorted."""
+        return tuple(sorted(self.whole_for.intersection(self.targets)))
 
     @property
     def num_senders(self) -> int:

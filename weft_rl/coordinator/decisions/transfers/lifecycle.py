@@ -211,11 +211,18 @@ def _refused_delta(
     transfer: Transfer, group: Group, failures: Mapping[int, Failure]
 ) -> Failure | None:
     """Return why a delta ends, so that its trainer pushes the whole version, where receivers could
-    not apply it; nobody is lost for that."""
+    not apply it; nobody is lost for that.
+
+    Where others are sent all elements beside it and one of them loads them in place already, its
+    weights would stay mixed: then the transfer goes on without those that could not.
+    """
     if not transfer.delta_from or any(rank in group.senders for rank in failures):
         return None
-    for why in failures.values():
-        if why.reason in _HEALED_BY_WHOLE:
+    if transfer.loading:
+        return None
+    for rank, why in failures.items():
+        takes_delta = group.member_name(rank) not in transfer.whole_for
+        if takes_delta and why.reason in _HEALED_BY_WHOLE:
             message = f"{why.message} [{why.reason}]: push the same weights whole"
             return Failure("DELTA_REFUSED", message, {**why.metadata, "cause": why.reason})
     return None

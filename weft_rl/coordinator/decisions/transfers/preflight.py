@@ -280,12 +280,38 @@ def passed_over_by_delta(
         NotReadyError: ``DELTA_REFUSED``: the delta is from another base than the pool serves, or
             a replica that is up to date cannot take it, or none can.
     """
-    why = why_no_delta(state, replicas)
+    _check_content(state, transfer, why_no_delta(state, replicas))
+    return {replica.replica_id for replica in replicas if _why_no_delta_at(state, replica)}
+
+
+def takers_of_delta(state: PoolState, replicas: Collection[Replica]) -> set[str]:
+    """Return the replicas that could take a delta of the served base, whatever the others can."""
+    if not state.vector.base or not state.served_base_content:
+        return set()
+    return {replica.replica_id for replica in replicas if not _why_no_delta_at(state, replica)}
+
+
+def sent_whole_beside_delta(
+    state: PoolState, transfer: Transfer, replicas: Collection[Replica]
+) -> frozenset[str]:
+    """Return the replicas that a mixed push sends all elements: those that cannot take its delta.
+    They include replicas that have still to catch up, which a delta alone would pass over.
+
+    Raises:
+        NotReadyError: ``DELTA_REFUSED``: the delta is from another base than the pool serves, or
+            none of them can take it.
+    """
+    takers = takers_of_delta(state, replicas)
+    _check_content(state, transfer, "" if takers else why_no_delta(state, replicas))
+    return frozenset(replica.replica_id for replica in replicas) - takers
+
+
+def _check_content(state: PoolState, transfer: Transfer, why: str) -> None:
+    """Refuse a delta for ``why``, or because it is from another base than the pool serves."""
     if not why and transfer.layout.digest + transfer.delta_from != state.served_base_content:
         why = f"the pool serves base@{state.vector.base} of another content than the delta is from"
     if why:
         raise delta_refused(why)
-    return {replica.replica_id for replica in replicas if _why_no_delta_at(state, replica)}
 
 
 def delta_refused(why: str) -> NotReadyError:
