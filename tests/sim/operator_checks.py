@@ -12,7 +12,7 @@ from weft_rl.coordinator.decisions.policies.republishing import publish_again_ve
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica import Replica, can_switch
 from weft_rl.coordinator.decisions.state.replica_state import is_asleep, is_routable
 from weft_rl.coordinator.decisions.state.values import Phase
 
@@ -138,6 +138,8 @@ class OperatorChecks:
             version = PolicyVersion(policy.name, policy.served_version)
             if policy.name in state.uncertain_aliases:  # nothing is brought for it, nor asked
                 continue
+            if _may_go_back(state, version):
+                continue
             if version.version and version not in state.copies and _is_lacked(state, version):
                 unheld[version] = self._unheld_since.get(version, now)
                 asked = publish_again_version(state, policy.name)
@@ -173,6 +175,15 @@ class OperatorChecks:
                 isinstance(save, effects.SavePin) and save.pinned and save.version in self._retired
             ):
                 fail(f"{save.version} is pinned and was retired by order")
+
+
+def _may_go_back(state: PoolState, version: PolicyVersion) -> bool:
+    """Whether a replica may yet take deltas back to a version, of which it can send no copy."""
+    return any(
+        can_switch(replica, version)
+        for replica in state.replicas.values()
+        if not replica.lost and not state.is_kept_out(replica.replica_id)
+    )
 
 
 def _is_lacked(state: PoolState, version: PolicyVersion) -> bool:
