@@ -22,6 +22,8 @@ class Cable:
         self._ends = (near, far)
         self.to_near = bytearray()
         """All that has come back to who connected."""
+        self.from_near = bytearray()
+        """What who connected has said at first."""
         self._is_open = threading.Event()
         self._is_open.set()
         self.is_cut = False
@@ -64,6 +66,8 @@ class Cable:
                         return
                     if end is far:
                         self.to_near += content
+                    elif not self.from_near:
+                        self.from_near += content
                     (far if end is near else near).sendall(content)
 
 

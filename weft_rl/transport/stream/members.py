@@ -9,6 +9,7 @@ One file: both ends of a hop, and what a bucket's memory waits for, are one prot
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -68,8 +69,8 @@ _SENDER = 0
 #: Connections that bring pieces to a receiver, of all senders together; each has one at least.
 _NUM_LANES = 4
 #: A connection is opened, and both ends have proven who they are, within so long.
-_CONNECT_SECONDS = 3.0
-#: Connections that prove who they are at one time.
+_CONNECT_SECONDS = 5.0
+#: Connections that prove who they are at one time, in a small group.
 _MAX_PENDING = 64
 #: How long a bucket is held for a receiver that may ask for it: the next one in the chain as the
 #: group forms, or one whose connection has broken.
@@ -78,6 +79,8 @@ _HOLD_SECONDS = 3.0
 _LOOK_SECONDS = 5.0
 _HELD_LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 60.0
+# A connection that has lived so long was no failure.
+_STEADY_SECONDS = 10.0
 # Reports that are said again over another connection.
 _MAX_KEPT = 64
 
@@ -330,7 +333,8 @@ class StreamMember:
     def _admit(self, lane: Lane, hello: LaneHello) -> None:
         """Serve a connection on a thread of its own; on the listener's thread."""
         with self._lock:
-            is_refused = bool(self.error) or self._num_pending >= _MAX_PENDING
+            most = max(_MAX_PENDING, len(self._ranks))
+            is_refused = bool(self.error) or self._num_pending >= most
             self._num_pending += not is_refused
         if is_refused:
             lane.close()
@@ -353,16 +357,17 @@ class StreamMember:
                     self._meet(lane, hello)
                 finally:
                     self._no_longer_pending()
-                if hello.nth:
-                    self._feed(lane, hello)
-                else:
-                    self._attend(lane, hello)
+                try:  # who has not proven who it is ends no hop
+                    if hello.nth:
+                        self._feed(lane, hello)
+                    else:
+                        self._attend(lane, hello)
+                finally:
+                    self._drop_hop(hello.hop)
         except PeerError as error:
             _log.debug("rank %d is not fed any more: %s", hello.rank, error)
         except Exception:  # noqa: BLE001 (the edge of a thread)
             _log.exception("rank %d cannot be fed", hello.rank)
-        finally:
-            self._drop_hop(hello.hop)
 
     def _meet(self, lane: Lane, hello: LaneHello) -> None:
         """Let the member that has connected prove who it is."""
@@ -544,6 +549,8 @@ class StreamReceiver(StreamMember):
         self._kept: dict[int, set[int]] = {}
         self._to_tell: deque[KeptBucket] = deque()
         self._is_last = False
+        #: Pieces that have come.
+        self._num_pieces = 0
         super().__init__(store, rank, size, host, credentials, senders, site)
 
     def broadcast(
@@ -583,15 +590,20 @@ class StreamReceiver(StreamMember):
         self._held_until = time.monotonic() + _HOLD_SECONDS
         self._chain = chain
         self._ring()
-        failures: list[str] = []
-        for source in sources_of(chain.stations, self._rank):
+        sources, failures = sources_of(chain.stations, self._rank), list[str]()
+        for source in itertools.cycle(sources):
+            began, num_before = time.monotonic(), self._num_pieces
             try:
                 self._follow(source)
             except PeerError as error:
                 self._check()
+                if self._num_pieces > num_before or time.monotonic() - began > _STEADY_SECONDS:
+                    failures.clear()
                 failures.append(str(error))
                 _log.info("rank %d asks another member: %s", self._rank, error)
-        raise StreamError(f"no member sends this one what it lacks: {'; '.join(failures)}")
+            if len(failures) > len(sources):  # one of them twice: it may have been busy
+                what = "; ".join(dict.fromkeys(failures))
+                raise StreamError(f"no member sends this one what it lacks: {what}")
 
     def _follow(self, source: Station) -> None:
         """Receive from a member until that ends, which raises."""
@@ -672,6 +684,7 @@ class StreamReceiver(StreamMember):
                     lane.receive_into(work.piece(index))
                     with self._lock:
                         work.put(index)
+                        self._num_pieces += 1
                         is_whole = work.is_whole
                         if is_whole:
                             self._let_go()

@@ -149,3 +149,16 @@ def test_a_bucket_of_another_size_is_refused(group: Group) -> None:
     until(lambda: work.done, 10)
     with pytest.raises(StreamError, match=r"sends 3,145,733 bytes where 3,145,732 are expected"):
         work.finish()
+
+
+def test_links_that_break_again_and_again_are_connected_anew(wires: Wires, group: Group) -> None:
+    """As long as something comes in between."""
+    for seed in range(6):
+        group.send(seed)
+        for work, memory in [group.post(rank) for rank in (1, 2, 3)]:
+            finish(work)
+            work.keep()
+            assert torch.equal(memory, content(seed))
+        for cable in [cable for cables in [*wires.cables.values()] for cable in cables]:
+            cable.cut()
+    assert not any(member.error for member in (group.sender, *group.receivers))

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.doubles.wires import Wires
 from tests.fuzz.lanes import push, send_frames
 from tests.processes import holding
-from tests.unit.transport.stream.chain import Group
+from tests.unit.transport.stream.chain import Group, host_of
 from tests.waits import until
 from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.stream.lane import HELLO_BYTES, Lane, prove_receiver
@@ -115,3 +116,15 @@ def test_frames_of_any_kind_do_no_harm(group: Group) -> None:
     for rank in range(3):
         send_frames(group.place(rank), random.Random(rank), 100)
         push(group, rank)
+
+
+def test_who_has_overheard_a_hop_cannot_end_it(wires: Wires, group: Group) -> None:
+    push(group, 1)
+    said = bytes(wires.cables[host_of(0)][0].from_near)
+    with connected(group.place(0)) as stranger:
+        stranger.sendall(said)
+        Lane(stranger, "the sender").hear(Challenge)
+        stranger.sendall(bytes(64))  # no proof
+        assert is_closed(stranger)
+    push(group, 2)
+    assert not any(cable.is_cut for cable in wires.cables[host_of(0)][:5])
