@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -109,15 +110,21 @@ def shut_lane(host: str, key: bytes) -> None:
 
 
 def _listening_socket(host: str) -> socket.socket:
+    """Listen at an address of this machine. Where no interface has it, a router translates it: then
+    at all addresses of its family."""
     first = int(os.environ.get(PORT_VARIABLE) or 0)
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, _, _, _, (address, _, *rest) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     for port in range(first, first + _NUM_PORTS) if first else (0,):
-        listening = socket.socket(family, kind, protocol)
+        listening = socket.socket(family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((address[0], port, *address[2:]))
+            try:
+                listening.bind((address, port, *rest))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                listening.bind(("", port))
+                _log.info("no interface has %s: lanes are listened for at all of them", host)
             listening.listen(socket.SOMAXCONN)
         except OSError as error:
             listening.close()
