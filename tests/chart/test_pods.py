@@ -98,8 +98,7 @@ def test_variables_are_said_once_and_before_they_are_used(rendered):
             names = [variable["name"] for variable in container.get("env", [])]
             assert len(set(names)) == len(names)
             for arg in container.get("args", []):
-                assert "$(" not in arg.replace("$(POD_NAME)", "")
-                assert "$(POD_NAME)" not in arg or "POD_NAME" in names
+                assert set(re.findall(r"\$\((\w*)\)?", arg)) <= {*names}, arg
 
 
 def test_probes_and_services_name_ports_that_a_container_has(rendered):
