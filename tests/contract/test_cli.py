@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -115,24 +116,29 @@ async def test_versions_say_how_one_goes_back_to_them(pool: Pool) -> None:
     for _ in range(4):
         await trainer.push()
 
-    async def lines(undoable: list[int], retained: list[int]) -> list[str]:
+    async def lines(undoable: list[int], retained: list[int], told: str) -> list[str]:
         for replica in (one, other):
             replica.undoable, replica.retained = undoable, retained
         other.retained = [4, 3]
-        await asyncio.sleep(0.3)  # a heartbeat is believed some time after a commit
-        for replica in (one, other):
-            await replica.heartbeat()
-        return (await weft("versions", "base", "-c", pool.target)).out.splitlines()
+        deadline = time.monotonic() + 10.0
+        while True:  # a heartbeat is believed some time after a commit
+            for replica in (one, other):
+                await replica.heartbeat()
+            found = (await weft("versions", "base", "-c", pool.target)).out.splitlines()
+            if told in of(found, "base@3") or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(0.1)
 
     def of(found: list[str], version: str) -> str:
         return next(line for line in found if version in line)
 
-    copies = await lines([], [4, 3])
-    assert "rollback by retained copies" in of(copies, "base@3")
+    told = "rollback by retained copies"
+    copies = await lines([], [4, 3], told)
+    assert told in of(copies, "base@3")
     assert all("rollback" not in of(copies, name) for name in ("base@4", "base@2"))
     assert not any("--staging-memory-gib" in line for line in copies)
-    undone = await lines([3, 2], [4])
     told = "rollback by retained copies, and by undo in place at 1 replica of 2"
+    undone = await lines([3, 2], [4], told)
     assert told in of(undone, "base@3")
     assert "rollback by undo in place" in of(undone, "base@2")
     assert "rollback" not in of(undone, "base@1")

@@ -8,6 +8,9 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
+
+_SECONDS = 5.0
 
 
 class Cable:
@@ -75,36 +78,49 @@ class Wires:
     """Cables that are laid as members connect; by the host that was wanted.
 
     Args:
-        connect: ``socket.create_connection``, which ``connect`` takes the place of.
+        address_of: Function that finds a member's address, which ``address_of`` takes the place of.
     """
 
-    def __init__(self, connect: Callable[..., socket.socket]) -> None:
-        self._connect = connect
+    def __init__(self, address_of: Callable[[str, int], tuple[Any, Any]]) -> None:
+        self._address_of = address_of
+        self._laying: list[threading.Thread] = []
         self.cables: dict[str, list[Cable]] = defaultdict(list)
         self.refuses: set[str] = set()
         """Hosts that cannot be reached."""
 
-    def connect(self, address: tuple[str, int], timeout: float) -> socket.socket:
-        """Connect to an address by a cable."""
-        if address[0] in self.refuses:
-            raise ConnectionRefusedError(f"{address[0]} is cut off")
-        far = socket.socket()
-        # Little is on its way where nobody reads.
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
-        far.settimeout(timeout)
-        try:
-            far.connect(address)
-        except OSError:
-            far.close()
-            raise
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            near = self._connect(server.getsockname(), timeout)
-            accepted, _ = server.accept()
-        self.cables[address[0]].append(Cable(accepted, far))
+    def address_of(self, host: str, port: int) -> tuple[Any, Any]:
+        """Return the address of a fresh cable to a member, or one where nobody listens."""
+        server = socket.create_server(("127.0.0.1", 0))
+        near = server.family, server.getsockname()
+        if host in self.refuses:
+            server.close()
+            return near
+        lay = threading.Thread(target=self._lay, args=(server, host, port), daemon=True)
+        self._laying.append(lay)
+        lay.start()
         return near
+
+    def _lay(self, server: socket.socket, host: str, port: int) -> None:
+        server.settimeout(_SECONDS)
+        with server, contextlib.suppress(OSError):
+            accepted, _ = server.accept()
+            family, address = self._address_of(host, port)
+            far = socket.socket(family, socket.SOCK_STREAM)
+            # Little is on its way where nobody reads.
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
+            far.settimeout(_SECONDS)
+            try:
+                far.connect(address)
+            except OSError:
+                far.close()
+                accepted.close()
+                return
+            self.cables[host].append(Cable(accepted, far))
 
     def close(self) -> None:
         """Cut all of them."""
+        for lay in self._laying:
+            lay.join(_SECONDS)
         for cables in self.cables.values():
             for cable in cables:
                 cable.close()

@@ -15,7 +15,7 @@ import ssl
 import struct
 import time
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from weft_rl.ipc.bytes_codec import bytes_codec
 from weft_rl.ipc.connection import STREAM_HEAD_BYTES, close_in_children
@@ -52,7 +52,7 @@ class Lane:
     """Connection to another member.
 
     Args:
-        connected: Socket, owned from now on.
+        connected: Socket, owned from now on; it may have to be connected still.
         peer: Name of the other end in errors.
 
     Raises:
@@ -76,6 +76,14 @@ class Lane:
         self._deadline = deadline
         if deadline is None:
             self._socket.settimeout(None)
+
+    def connect(self, address: Any) -> None:
+        """Connect to an address; ``shut`` ends it."""
+        self._hurry()
+        try:
+            self._socket.connect(address)
+        except OSError as error:
+            raise StreamError(f"{self.peer} cannot be reached: {error}") from error
 
     def encrypt(self, context: ssl.SSLContext, *, as_server: bool) -> bytes:
         """Encrypt what follows; blocks until both ends agree.

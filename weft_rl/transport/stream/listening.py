@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Listener
@@ -134,6 +134,16 @@ def _listening_socket(host: str) -> socket.socket:
         else:
             return listening
     raise AssertionError("the last port returns or raises")
+
+
+def address_of(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Return the family of a member's address, and the address that a socket connects to.
+
+    Raises:
+        OSError: The name is not known.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family, address
 
 
 def _address(connected: socket.socket) -> str:

@@ -648,11 +648,13 @@ class StreamReceiver(StreamMember):
         peer = f"rank {source.rank} at {place.host}:{place.port}"
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:
-            connected = socket.create_connection((place.host, place.port), _CONNECT_SECONDS)
+            family, address = listening.address_of(place.host, place.port)
+            connecting = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             raise StreamError(f"{peer} cannot be reached: {error}") from error
-        with self._using(Lane(connected, peer)) as lane:
+        with self._using(Lane(connecting, peer)) as lane:
             lane.set_deadline(deadline)
+            lane.connect(address)
             hello = LaneHello(place.key, self._rank, hop, nth, os.urandom(KEY_BYTES))
             lane.say(hello)
             if self._tls.server is not None:

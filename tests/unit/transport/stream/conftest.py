@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import pytest
 
 from tests.doubles.certificates import Authority
 from tests.doubles.wires import Wires
+from weft_rl.transport.stream import listening
 
 
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
-    made = Wires(socket.create_connection)
-    monkeypatch.setattr(socket, "create_connection", made.connect)
+    made = Wires(listening.address_of)
+    monkeypatch.setattr(listening, "address_of", made.address_of)
     yield made
     made.close()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch
 from tests.doubles.wires import Wires
 from tests.unit.transport.stream.chain import SIZE, Group, content, finish, host_of
 from tests.waits import until
+from weft_rl.transport.stream import listening
 from weft_rl.transport.stream.messages import StreamError
 from weft_rl.transport.wire.buckets import BucketOptions
 
@@ -86,7 +90,7 @@ def test_a_receiver_that_nobody_can_feed_says_so(wires: Wires, group: Group) -> 
     for cable in wires.cables[host_of(2)]:
         cable.cut()
     until(lambda: work.done, 10)
-    with pytest.raises(StreamError, match=r"no member sends this one .*rank 1 at .* cut off"):
+    with pytest.raises(StreamError, match=r"no member sends this one .*rank 1 at .* refused"):
         work.finish()
 
 
@@ -162,3 +166,26 @@ def test_links_that_break_again_and_again_are_connected_anew(wires: Wires, group
         for cable in [cable for cables in [*wires.cables.values()] for cable in cables]:
             cable.cut()
     assert not any(member.error for member in (group.sender, *group.receivers))
+
+
+def test_a_connection_that_nobody_accepts_ends_with_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one to a host that was cut off: the next group waits for the threads of this one."""
+    asked: list[str] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
+        for _ in range(4):  # more than wait to be accepted
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+
+        def address_of(host: str, port: int) -> tuple[socket.AddressFamily, object]:
+            asked.append(host)
+            return server.family, server.getsockname()
+
+        monkeypatch.setattr(listening, "address_of", address_of)
+        group = Group(2)
+        until(lambda: asked, 10)
+        began = time.monotonic()
+        group.close()
+        assert time.monotonic() - began < 2
