@@ -18,6 +18,17 @@ MAX_SENDERS: Final = 256
 MAX_BUCKETS_IN_FLIGHT: Final = 8
 
 
+@dataclass(frozen=True)
+class Senders:
+    """Senders of a side group, and the one whose lane is meant."""
+
+    own: int
+    num: int
+
+
+ALONE: Final = Senders(0, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupTicket:
     """Information that a process needs to join a side group at one rank; plain and picklable.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -24,12 +23,14 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED, STREAM
 from weft_rl.contract.errors import UnsupportedError
+from weft_rl.contract.group import ALONE, Senders
 from weft_rl.interrupts import Flag
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.stream.members import ALONE, Senders, StreamReceiver, StreamSender
+from weft_rl.transport.stream import listening
+from weft_rl.transport.stream.members import StreamReceiver, StreamSender
 from weft_rl.transport.wire.buckets import (
     IN_ITS_BUFFER,
     WHOLE,
@@ -134,9 +135,7 @@ def why_unavailable(backend: str, device: torch.device) -> str:
     if backend == ONE_SIDED:
         missing = memory.why_unavailable() if device.type == "cuda" else ""
         return missing or directory.why_unavailable()
-    if backend == STREAM and sys.platform != "linux":
-        return "it is made for Linux"
-    return ""
+    return listening.why_unavailable() if backend == STREAM else ""
 
 
 def gpu_uuid(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft_rl.contract.group import ALONE, Senders
 from weft_rl.interrupts import PROGRESS_SECONDS, report_while
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.backends import (
@@ -29,7 +30,6 @@ from weft_rl.transport.backends import (
     works_to_hold,
 )
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.stream.members import ALONE, Senders
 from weft_rl.transport.wire.buckets import WHOLE, ArrivedBucket, BucketOptions
 
 __all__ = [

@@ -24,7 +24,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.group import GroupTicket, Senders
 from weft_rl.contract.manifest import Manifest
 from weft_rl.interrupts import PROGRESS_SECONDS, Flag, report_while
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
@@ -34,7 +34,6 @@ from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.stream.members import Senders
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 

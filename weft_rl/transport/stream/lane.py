@@ -95,10 +95,10 @@ class Lane:
         try:
             self._socket.getpeername()  # ``ssl`` leaves a socket open whose peer is gone
             self._socket = context.wrap_socket(self._socket, server_side=as_server)
-        except OSError as error:  # an error of ssl is one
+            close_in_children(self._socket)
+            return self._socket.getpeercert(binary_form=True) or b""
+        except (OSError, ValueError) as error:  # of ``ssl``, too
             raise StreamError(f"{self.peer} could not be met over TLS: {error}") from error
-        close_in_children(self._socket)
-        return self._socket.getpeercert(binary_form=True) or b""
 
     def say(self, message: Message) -> None:
         """Send a message."""

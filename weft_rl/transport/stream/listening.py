@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 PORT_VARIABLE: Final = "WEFT_STREAM_PORT"
 #: Ports that are tried from there on.
 _NUM_PORTS: Final = 64
+_LAST_PORT: Final = 65_535
 # Connections that have said nothing (yet).
 _MAX_SILENT: Final = 256
 
@@ -83,6 +85,17 @@ _LISTENERS: dict[str, LaneListener] = {}
 _lock = threading.Lock()
 
 
+def why_unavailable() -> str:
+    """Return why this process cannot take part; empty if it can."""
+    if sys.platform != "linux":
+        return "it is made for Linux"
+    given = os.environ.get(PORT_VARIABLE) or "0"
+    if not (given.isascii() and given.isdecimal() and int(given) <= _LAST_PORT - _NUM_PORTS):
+        most = _LAST_PORT - _NUM_PORTS
+        return f"{PORT_VARIABLE}={given[:40]!r} is no port from 1 to {most:,}"
+    return ""
+
+
 def open_lane(host: str, key: bytes, admit: Admit) -> int:
     """Listen for connections to a lane at an address of this machine; return the port.
 
@@ -112,6 +125,8 @@ def shut_lane(host: str, key: bytes) -> None:
 def _listening_socket(host: str) -> socket.socket:
     """Listen at an address of this machine. Where no interface has it, a router translates it: then
     at all addresses of its family."""
+    if why := why_unavailable():
+        raise StreamError(why)
     first = int(os.environ.get(PORT_VARIABLE) or 0)
     family, _, _, _, (address, _, *rest) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     for port in range(first, first + _NUM_PORTS) if first else (0,):

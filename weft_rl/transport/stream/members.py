@@ -17,12 +17,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from weft_rl.contract.group import ALONE, Senders
 from weft_rl.interrupts import ThreadWaker
 from weft_rl.ipc.connection import PeerError
 from weft_rl.rpc.security.credentials import Credentials
@@ -55,15 +55,6 @@ from weft_rl.transport.wire.buckets import WHOLE, BucketOptions, write_tail
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Senders:
-    """Senders of a side group, and the one whose lane it is."""
-
-    own: int
-    num: int
-
-
-ALONE = Senders(0, 1)
 _PREFIX = "stream"
 _SENDER = 0
 #: Connections that bring pieces to a receiver, of all senders together; each has one at least.
@@ -196,6 +187,7 @@ class StreamMember:
         #: Of threads that feed, which pieces are for, and of all others.
         self._feeding: set[ThreadWaker] = set()
         self._waiting: set[ThreadWaker] = set()
+        self._begin()
         self._port = listening.open_lane(host, self._key, self._admit)
         try:
             self._start(self._run_member, "weft-stream")
@@ -244,6 +236,9 @@ class StreamMember:
                 self._works.clear()
             for work in works:
                 work.end(self.error)
+
+    def _begin(self) -> None:
+        """Make what this end has of its own, before a thread uses it."""
 
     def _run(self) -> None:
         """Do what is this member's part until ``error`` is set, or raise it."""
@@ -475,11 +470,6 @@ def _end_hop(hop: _FedReceiver) -> None:
         lane.shut()
 
 
-def _end_reader(lane: Lane, reader: threading.Thread) -> None:
-    lane.shut()
-    reader.join()
-
-
 class StreamSender(StreamMember):
     """Stream ``backends.Backend`` of the sender."""
 
@@ -536,22 +526,12 @@ class StreamSender(StreamMember):
 class StreamReceiver(StreamMember):
     """Stream ``backends.Backend`` of a receiver."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        host: str,
-        credentials: Credentials,
-        senders: Senders = ALONE,
-        site: str = "",
-    ) -> None:
+    def _begin(self) -> None:
         self._kept: dict[int, set[int]] = {}
         self._to_tell: deque[KeptBucket] = deque()
         self._is_last = False
         #: Pieces that have come.
         self._num_pieces = 0
-        super().__init__(store, rank, size, host, credentials, senders, site)
 
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
@@ -621,7 +601,7 @@ class StreamReceiver(StreamMember):
                 lane = stack.enter_context(self._connected(source, hop, nth))
                 lane.set_deadline(None)
                 reader = self._start(partial(self._read, lane, over), "weft-stream-read")
-                stack.callback(_end_reader, lane, reader)
+                stack.callback(self._end_reader, lane, reader, over)
             _log.debug("rank %d is fed by %s", self._rank, reports.peer)
             with self._lock:  # what was said over a former hop may not have come to the sender
                 self._to_tell = deque(
@@ -638,6 +618,12 @@ class StreamReceiver(StreamMember):
                     _HOLD_SECONDS if self._works else _IDLE_SECONDS,
                 )
             raise StreamError(self.error or over[0])
+
+    def _end_reader(self, lane: Lane, reader: threading.Thread, over: list[str]) -> None:
+        over.append("the hop is over")  # a reader may wait for memory that nobody posts
+        lane.shut()
+        self._ring()
+        reader.join()
 
     @contextlib.contextmanager
     def _connected(self, source: Station, hop: bytes, nth: int) -> Iterator[Lane]:

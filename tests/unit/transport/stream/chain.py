@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from weft_rl.contract.group import ALONE
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.transport.stream.members import ALONE, StreamReceiver, StreamSender
+from weft_rl.transport.stream.members import StreamReceiver, StreamSender
 from weft_rl.transport.stream.messages import PLACE, Place
 from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
@@ -52,7 +53,7 @@ class Group:
         ]
 
     def place(self, rank: int) -> Place:
-        """What a rank has announced."""
+        """Read the place that a rank has announced."""
         return PLACE.unpack(bytes.fromhex(self.store.get(f"stream/{rank}").decode()))
 
     def send(self, seed: int, options: BucketOptions = WHOLE, *, size: int = SIZE) -> StreamWork:

@@ -156,7 +156,7 @@ def test_a_bucket_of_another_size_is_refused(group: Group) -> None:
 
 
 def test_links_that_break_again_and_again_are_connected_anew(wires: Wires, group: Group) -> None:
-    """As long as something comes in between."""
+    """They are given up only where nothing comes in between."""
     for seed in range(6):
         group.send(seed)
         for work, memory in [group.post(rank) for rank in (1, 2, 3)]:
@@ -171,7 +171,7 @@ def test_links_that_break_again_and_again_are_connected_anew(wires: Wires, group
 def test_a_connection_that_nobody_accepts_ends_with_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one to a host that was cut off: the next group waits for the threads of this one."""
+    """A host that was cut off accepts none, and the next group waits for this one's threads."""
     asked: list[str] = []
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
         for _ in range(4):  # more than wait to be accepted
@@ -189,3 +189,27 @@ def test_a_connection_that_nobody_accepts_ends_with_the_group(
         began = time.monotonic()
         group.close()
         assert time.monotonic() - began < 2
+
+
+def test_a_hop_ends_though_a_piece_waits_for_memory(wires: Wires, group: Group) -> None:
+    """A bucket has come whose receive was not posted; then the connection for reports breaks."""
+    laid(wires)
+    group.send(1)
+    posted = {rank: group.post(rank) for rank in (1, 2, 3)}
+    for work, _ in posted.values():
+        finish(work)
+    first = wires.cables[host_of(0)]
+    before = sum(len(cable.to_near) for cable in first)
+    group.send(2)
+    until(lambda: sum(len(cable.to_near) for cable in first) > before, 10)
+    first[0].cut()
+
+    def is_anew() -> bool:
+        posted[1][0].keep()  # what is said finds the end
+        return len(first) == 10
+
+    until(is_anew, 10)
+    for rank in (1, 2, 3):
+        work, memory = group.post(rank)
+        finish(work)
+        assert torch.equal(memory, content(2))

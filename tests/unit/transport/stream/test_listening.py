@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from weft_rl.transport.backends import why_unavailable
+from weft_rl.transport.group import CPU
 from weft_rl.transport.stream.lane import Lane
 from weft_rl.transport.stream.listening import open_lane, shut_lane
 from weft_rl.transport.stream.messages import LaneHello, StreamError
@@ -51,6 +53,14 @@ def test_the_first_free_port_from_the_given_one_is_taken(monkeypatch: pytest.Mon
         monkeypatch.setenv("WEFT_STREAM_PORT", str(port))
         with lane_at("127.0.0.1", b"a" * 16) as given:
             assert port < given < port + 64
+
+
+@pytest.mark.parametrize("given", ["fifty", "-1", "70000", "65530", "\u0665"])
+def test_what_is_no_port_is_said(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_STREAM_PORT", given)
+    assert "WEFT_STREAM_PORT=" in why_unavailable("stream", CPU)
+    with pytest.raises(StreamError, match=r"is no port from 1 to 65,471"):
+        open_lane("127.0.0.1", b"a" * 16, refuse)
 
 
 def test_an_address_that_a_router_translates_is_listened_for_everywhere() -> None:

@@ -36,7 +36,7 @@ def hello_of(place: Place, rank: int = 1, nth: int = 0) -> LaneHello:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the other end closes a connection, at most in 10 s."""
+    """Return whether the other end closes a connection, at most in 10 s."""
     sock.settimeout(10)
     try:
         while sock.recv(1024):
