@@ -26,7 +26,7 @@ class Cable:
         self.to_near = bytearray()
         """All that has come back to who connected."""
         self.from_near = bytearray()
-        """What who connected has said at first."""
+        """First words of who connected."""
         self._is_open = threading.Event()
         self._is_open.set()
         self.is_cut = False

@@ -134,7 +134,7 @@ def unlike(tmp_path):
 @pytest.mark.parametrize("victim", ["replica-0", "replica-1"])
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_a_mixed_push_goes_on_after_a_kill(unlike, victim, backend, *, is_behind):
-    """Of the only one that takes the delta, or of another; while that is sent, or all elements."""
+    """The only one that takes the delta, or another; while that is sent, or all elements."""
     struck, survivors = [], sorted(set(unlike.processes) - {victim})
 
     def strike(version, done, total):

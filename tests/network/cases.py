@@ -28,7 +28,7 @@ class Row:
     num_replicas: int
     megabytes: float
     mbit: float | None
-    """Of the slowest link that carries the bytes once."""
+    """Rate of the slowest link that carries the bytes once."""
     staged_seconds: float | None
     """None for a push that failed."""
     lost: str

@@ -113,7 +113,7 @@ class Host:
 
     @property
     def names(self) -> Path:
-        """What its processes have as /etc/hosts."""
+        """File that its processes have as /etc/hosts."""
         if not self._known_as:
             return self._network.names
         own = self.folder / "hosts"
@@ -122,7 +122,7 @@ class Host:
 
     @property
     def env(self) -> dict[str, str]:
-        """What its processes have in their environment, so that they share no directory."""
+        """Environment of its processes, by which they share no directory."""
         return {
             "HOME": str(self.folder),
             "TMPDIR": str(self.folder / "tmp"),

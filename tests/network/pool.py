@@ -35,19 +35,19 @@ class PoolPlan:
     num_ranks: int = 1
     megabytes: float = 2.0
     mbit: float | None = 1000.0
-    """Of every host's link, but for those in ``slow``."""
+    """Rate of every host's link, but for those in ``slow``."""
     slow: Mapping[str, float] = field(default_factory=dict)
     """Links of some hosts, by name, in Mbit/s."""
     backend: str = "auto"
     family: int = 4
-    """Of the addresses that processes listen at and are told."""
+    """Family of the addresses that processes listen at and are told."""
     bucket_bytes: int | None = None
     translated: tuple[str, ...] = ()
     """Hosts behind a router that translates their addresses."""
     hidden: Mapping[str, str] = field(default_factory=dict)
     """Further addresses of some hosts, by name, that the coordinator has no route to."""
     dead_ends: bool = False
-    """Whether each host has a second interface, from which nobody is reached."""
+    """True if each host has a second interface, from which nobody is reached."""
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Options of some replicas, by name; "INSIDE" and "OUTSIDE" are their hosts' addresses."""
     heartbeat_seconds: float = HEARTBEAT_SECONDS
@@ -75,7 +75,7 @@ class Push:
     """Outcome of a push, and what the replicas held when it ended."""
 
     answer: dict[str, Any]
-    """What rank 0 said."""
+    """Answer of rank 0."""
     lost: tuple[str, ...]
     """Replicas that did not serve the version, or were not known to."""
     wrong: tuple[str, ...]
@@ -83,7 +83,7 @@ class Push:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the pool serves it."""
+        """True if the pool serves it."""
         return "error" not in self.answer
 
 

@@ -3,7 +3,8 @@
 Every process of a pool is looked at every so many pushes. The bounds:
 
 - threads, descriptors and segments of shared memory do not grow at all once the
-  pool is warm: whatever leaked one a push, or one every hundred, is seen;
+  pool is warm, but for the thread of a call that comes and goes: a thread that is leaked
+  every twentieth push of sixty is seen, a descriptor that is leaked once;
 - memory may grow by less than half of the smallest thing that a push moves, on
   average over the pushes after the warm-up: a leaked version of any policy is more.
 """

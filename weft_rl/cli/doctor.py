@@ -440,7 +440,7 @@ def check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
     has_gpus = torch.cuda.is_available()
     names = ["gloo"] * dist.is_gloo_available() + ["NCCL"] * dist.is_nccl_available()
     says = f"torch {torch.__version__} with {' and '.join(names) or 'neither gloo nor NCCL'}"
-    says += " between hosts" if names else ""
+    says += ", TCP between hosts"
     if is_one_sided and not (has_gpus and memory.why_unavailable()):
         says += ", one-sided between processes of this host"
     if "gloo" not in names:
