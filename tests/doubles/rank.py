@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -26,6 +27,8 @@ class FakeRank:
         self.log: list[str] = []
         self.released = 0
         self.call: Any = self.stub.Attend()
+        #: A call of grpc.aio bears one write at a time; a rank answers while a test says something.
+        self._writing = asyncio.Lock()
 
     async def hello(self) -> None:
         hello = rendezvous_pb2.Hello(
@@ -34,10 +37,11 @@ class FakeRank:
             protocol_revision=PROTOCOL_REVISION,
             num_buckets_in_flight=self.num_in_flight,
         )
-        await self.call.write(rendezvous_pb2.AttendRequest(hello=hello))
+        await self.say(hello=hello)
 
     async def say(self, **message: Any) -> None:
-        await self.call.write(rendezvous_pb2.AttendRequest(**message))
+        async with self._writing:
+            await self.call.write(rendezvous_pb2.AttendRequest(**message))
 
     async def hear(self) -> rendezvous_pb2.AttendResponse:
         message = await self.call.read()
