@@ -35,6 +35,7 @@ from weft_rl.contract.errors import WeftError
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.group import Operation, SideGroup, on_device, window
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.wire.buckets import BucketOptions
 
 _TIMEOUT = timedelta(seconds=120)
@@ -100,7 +101,12 @@ def member(arguments: list[str]) -> None:
     store.set_timeout(_TIMEOUT)
     with on_device(device):
         group = SideGroup(
-            store, int(rank), int(size), backend=backend, host="127.0.0.1", device=device
+            store,
+            int(rank),
+            int(size),
+            LaneOptions(host="127.0.0.1"),
+            backend=backend,
+            device=device,
         )  # type: ignore[arg-type]
         num_buffers = ring if is_sender else int(count)
         buffers = [

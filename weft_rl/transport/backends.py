@@ -23,9 +23,8 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED, STREAM
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.contract.group import ALONE, Senders
 from weft_rl.interrupts import Flag
-from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
@@ -163,12 +162,8 @@ def open_backend(
     store: RendezvousStore,
     rank: int,
     size: int,
-    *,
-    host: str,
     device: torch.device,
-    credentials: Credentials | None = None,
-    senders: Senders = ALONE,
-    site: str = "",
+    options: LaneOptions,
 ) -> Backend:
     """Join a group over the named backend; see ``SideGroup``.
 
@@ -190,9 +185,8 @@ def open_backend(
         )
     if name == STREAM:
         member = StreamSender if rank == SENDER_RANK else StreamReceiver
-        shown = credentials or Credentials.from_environment()
-        return member(store, rank, size, host, shown, senders, site)
-    return _GlooBackend(store, rank, size, host)
+        return member(store, rank, size, options)
+    return _GlooBackend(store, rank, size, options.host)
 
 
 class _LibraryWork:

@@ -19,9 +19,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.group import ALONE, Senders
 from weft_rl.interrupts import PROGRESS_SECONDS, report_while
-from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.backends import (
     SENDER_RANK,
     Backend,
@@ -29,6 +27,7 @@ from weft_rl.transport.backends import (
     open_backend,
     works_to_hold,
 )
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.buckets import WHOLE, ArrivedBucket, BucketOptions
 
@@ -171,12 +170,9 @@ class SideGroup:
         store: The lane's rendezvous store; kept referenced here.
         rank: Rank of this process in the lane; its sender is 0.
         size: Number of members.
+        options: Options of the lane.
         backend: One of ``backends.available_backends(device)``.
-        host: Address of this machine that peers connect to (streams, gloo).
         device: Device of this rank's buffers.
-        credentials: Certificates that encrypt streams; by default this process's.
-        senders: Senders of the side group, and the one whose lane this is.
-        site: Label of the place where this rank runs (streams).
 
     Forming is lazy: the constructor returns at once, connections are made by the
     first broadcast. One thread sends or receives; ``abort`` may come from any.
@@ -190,29 +186,16 @@ class SideGroup:
         store: RendezvousStore,
         rank: int,
         size: int,
+        options: LaneOptions,
         *,
         backend: str = GLOO,
-        host: str,
         device: torch.device = CPU,
-        credentials: Credentials | None = None,
-        senders: Senders = ALONE,
-        site: str = "",
     ) -> None:
         self.rank, self.size = rank, size
         self._error: WeftError | None = None
         self._lock = threading.Lock()
         self._in_flight: list[Operation] = []
-        self._backend: Backend | None = open_backend(
-            backend,
-            store,
-            rank,
-            size,
-            host=host,
-            device=device,
-            credentials=credentials,
-            senders=senders,
-            site=site,
-        )
+        self._backend: Backend | None = open_backend(backend, store, rank, size, device, options)
         if backend == GLOO:  # NCCL has threads that must not outlive the driver
             _PARKED.opened(self._backend)
 

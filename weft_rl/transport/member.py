@@ -33,6 +33,7 @@ from weft_rl.rpc.manifest_codec import manifest_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
@@ -282,12 +283,14 @@ class Membership:
             RendezvousStore(self.stub, self.credential, _FORMING_SECONDS, f"{sender}/"),
             SENDER_RANK if ticket.rank == sender else ticket.rank - others,
             ticket.size - others,
+            LaneOptions(
+                host=ticket.host,
+                credentials=credentials,
+                senders=Senders(sender, ticket.num_senders),
+                site=ticket.site,
+            ),
             backend=ticket.backend,
-            host=ticket.host,
             device=device,
-            credentials=credentials,
-            senders=Senders(sender, ticket.num_senders),
-            site=ticket.site,
         )
 
     def _close_lanes(self) -> bool:

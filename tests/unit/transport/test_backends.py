@@ -26,6 +26,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.transport import backends
 from weft_rl.transport.group import CPU, SideGroup, num_parked_groups, window
+from weft_rl.transport.lane_options import LaneOptions
 
 
 class FakeNccl:
@@ -64,7 +65,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(backends, "why_unavailable", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    group = SideGroup(object(), 1, 2, backend="nccl", host="", device=CPU)
+    group = SideGroup(object(), 1, 2, LaneOptions(host=""), backend="nccl", device=CPU)
     return group, FakeNccl.made[-1]
 
 
@@ -78,7 +79,7 @@ def test_a_cpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UnsupportedError, match=r"'nccl' is not available for cpu: it .*; have stream, gloo"
     ):
-        SideGroup(object(), 0, 2, backend="nccl", host="127.0.0.1")
+        SideGroup(object(), 0, 2, LaneOptions(host="127.0.0.1"), backend="nccl")
 
 
 def test_a_choice_is_auto_or_a_backend() -> None:
@@ -98,7 +99,7 @@ def test_the_watchdog_may_not_end_the_process(monkeypatch: pytest.MonkeyPatch, n
     assert made.options.config.blocking == 0
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    SideGroup(object(), 1, 2, backend="nccl", host="", device=CPU)
+    SideGroup(object(), 1, 2, LaneOptions(host=""), backend="nccl", device=CPU)
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"  # the application's own, again
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from weft_rl.contract.errors import TransferAbortedError
 from weft_rl.transport.group import SideGroup, num_parked_groups
+from weft_rl.transport.lane_options import LaneOptions
 
 store = dist.HashStore()
 
@@ -29,7 +30,7 @@ def give_up(group):
 """
 #: Its peer never comes: gloo waits for it in the store, for minutes.
 _FORMING = """
-group = SideGroup(store, 0, 2, host="127.0.0.1")
+group = SideGroup(store, 0, 2, LaneOptions(host="127.0.0.1"))
 threading.Thread(target=lambda: group.broadcast(bucket(), 60.0), daemon=True).start()
 time.sleep(0.5)
 give_up(group)
@@ -39,7 +40,7 @@ _RECEIVING = """
 ranks = {}
 
 def join(rank):
-    ranks[rank] = SideGroup(store, rank, 2, host="127.0.0.1")
+    ranks[rank] = SideGroup(store, rank, 2, LaneOptions(host="127.0.0.1"))
     ranks[rank].broadcast(bucket(), 60.0).wait(time.monotonic() + 60)
 
 threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]

@@ -12,6 +12,7 @@ from weft_rl import interrupts
 from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
 from weft_rl.transport import member
 from weft_rl.transport.group import CPU, Operation, SideGroup
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.member import Progress
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
@@ -145,7 +146,7 @@ def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.Monke
             pass
 
     monkeypatch.setattr("weft_rl.transport.group.open_backend", lambda *args, **kw: Backend())
-    group = SideGroup(None, 1, 2, host="127.0.0.1", device=CPU)  # type: ignore[arg-type]
+    group = SideGroup(None, 1, 2, LaneOptions(host="127.0.0.1"), device=CPU)  # type: ignore[arg-type]
 
     def forming() -> None:
         spoken.append(1)

@@ -20,6 +20,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.transport import backends
 from weft_rl.transport.group import CPU, Operation, SideGroup
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.one_sided import members
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedWork
 from weft_rl.transport.wire.buckets import BucketOptions
@@ -44,7 +45,7 @@ def join(backend: str) -> Iterator[Join]:
         store = dist.HashStore()
         store.set_timeout(timedelta(seconds=5))
         made = [
-            SideGroup(store, rank, size, backend=backend, host="127.0.0.1")  # type: ignore[arg-type]
+            SideGroup(store, rank, size, LaneOptions(host="127.0.0.1"), backend=backend)  # type: ignore[arg-type]
             for rank in range(size)
         ]
         groups.extend(made)
@@ -149,7 +150,7 @@ def test_a_receive_that_an_abort_overtakes_is_given_back(monkeypatch: pytest.Mon
         monkeypatch.setenv("WEFT_ONE_SIDED_DIR", path)
         store = dist.HashStore()
         sender, receiver = (
-            SideGroup(store, rank, 2, backend="one-sided", host="127.0.0.1")  # type: ignore[arg-type]
+            SideGroup(store, rank, 2, LaneOptions(host="127.0.0.1"), backend="one-sided")  # type: ignore[arg-type]
             for rank in range(2)
         )
         sent = sender.broadcast(bucket("one-sided", 1), 20.0)

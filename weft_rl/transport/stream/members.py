@@ -22,10 +22,10 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import Store
 
-from weft_rl.contract.group import ALONE, Senders
 from weft_rl.interrupts import ThreadWaker
 from weft_rl.ipc.connection import PeerError
 from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.stream import listening
 from weft_rl.transport.stream.lane import (
     Lane,
@@ -145,32 +145,20 @@ class StreamMember:
         store: The lane's rendezvous store.
         rank: Rank in the lane; the sender's is 0.
         size: Number of members.
-        host: Address of this machine that the others connect to.
-        credentials: Certificates of this process.
-        senders: Senders of the group, each of which has a lane.
-        site: Label of the place where this member runs.
+        options: Options of the lane.
 
     Raises:
-        StreamError: Nothing can listen at ``host``.
+        StreamError: Nothing can listen at the host.
     """
 
     #: Threads of its own connect.
     is_formed = True
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        host: str,
-        credentials: Credentials,
-        senders: Senders = ALONE,
-        site: str = "",
-    ) -> None:
-        self._senders, self._site = senders, site
+    def __init__(self, store: Store, rank: int, size: int, options: LaneOptions) -> None:
+        self._options, self._senders = options, options.senders
         self._store, self._rank, self._ranks = store, rank, range(1, size)
-        self._host, self._key = host, os.urandom(KEY_BYTES)
-        self._tls = LaneTls.of(credentials)
+        self._host, self._key = options.host, os.urandom(KEY_BYTES)
+        self._tls = LaneTls.of(options.credentials or Credentials.from_environment())
         self._chain: Chain | None = None
         self._lock = threading.Lock()  # guards what follows
         self._works: dict[int, StreamWork] = {}
@@ -188,11 +176,11 @@ class StreamMember:
         self._feeding: set[ThreadWaker] = set()
         self._waiting: set[ThreadWaker] = set()
         self._begin()
-        self._port = listening.open_lane(host, self._key, self._admit)
+        self._port = listening.open_lane(self._host, self._key, self._admit)
         try:
             self._start(self._run_member, "weft-stream")
         except BaseException:
-            listening.shut_lane(host, self._key)
+            listening.shut_lane(self._host, self._key)
             raise
 
     # -- see ``backends.Backend`` --------------------------------------------------
@@ -274,7 +262,8 @@ class StreamMember:
             raise StreamError(self.error)
 
     def _announce(self) -> Place:
-        place = Place(self._key, self._host, self._port, self._tls.fingerprint, self._site)
+        site, fingerprint = self._options.site, self._tls.fingerprint
+        place = Place(self._key, self._host, self._port, fingerprint, site)
         self._store.set(f"{_PREFIX}/{self._rank}", PLACE.pack(place).hex())
         return place
 

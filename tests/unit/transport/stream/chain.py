@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from weft_rl.contract.group import ALONE
 from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.lane_options import LaneOptions, SentBytes
 from weft_rl.transport.stream.members import StreamReceiver, StreamSender
 from weft_rl.transport.stream.messages import PLACE, Place
 from weft_rl.transport.stream.works import StreamWork
@@ -46,10 +47,21 @@ class Group:
         self.store.set_timeout(timedelta(seconds=SECONDS))
         shown = [*credentials] or [Credentials()] * size
         sites = [*sites] or [""] * size
-        self.sender = StreamSender(self.store, 0, size, host_of(0), shown[0], ALONE, sites[0])
+        #: Bytes that were sent, by who sent them and to whom.
+        self.sent = Counter[tuple[int, int]]()
+
+        def options(rank: int) -> LaneOptions:
+            def on_sent(sent: list[SentBytes]) -> None:
+                for each in sent:
+                    self.sent[rank, each.rank] += each.num_bytes
+
+            return LaneOptions(
+                host=host_of(rank), credentials=shown[rank], site=sites[rank], on_sent=on_sent
+            )
+
+        self.sender = StreamSender(self.store, 0, size, options(0))
         self.receivers = [
-            StreamReceiver(self.store, rank, size, host_of(rank), shown[rank], ALONE, sites[rank])
-            for rank in range(1, size)
+            StreamReceiver(self.store, rank, size, options(rank)) for rank in range(1, size)
         ]
 
     def place(self, rank: int) -> Place:
