@@ -35,8 +35,8 @@ from weft_rl.contract.errors import WeftError
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.group import Operation, SideGroup, on_device, window
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.wire.buckets import BucketOptions
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 _TIMEOUT = timedelta(seconds=120)
 _ROUNDS = 6

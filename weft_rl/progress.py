@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TextIO
 
+from weft_rl.units import shown_bytes, shown_seconds
+
 #: A terminal's line is drawn as often, and first after so long: what is quick draws nothing.
 _DRAW_SECONDS: Final = 0.25
 #: The first plain line comes after so long, and then one at most in so long.
@@ -62,20 +64,6 @@ class Step:
         rate = self.done_bytes / seconds
         left = max(0.0, self.total_bytes - self.done_bytes) / rate
         return f"{name} {done} at {shown_bytes(rate)}/s, {shown_seconds(left)} left"
-
-
-def shown_bytes(number: float) -> str:
-    """Format a number of bytes in a fitting unit, in three digits: ``16.4 GB``."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= 0.9995 * size:
-            value = number / size
-            return f"{value:.{max(0, 2 - (value >= 9.995) - (value >= 99.95))}f} {unit}"
-    return f"{number:.0f} B"
-
-
-def shown_seconds(seconds: float) -> str:
-    """Format a duration: ``42 s``, ``3 min``."""
-    return f"{seconds:.0f} s" if seconds < 119.5 else f"{seconds / 60:.0f} min"
 
 
 class ShownProgress:

@@ -93,3 +93,17 @@ def test_a_host_that_is_cut_off_is_left_out_and_catches_up(pool: HostedPool) -> 
     made = disturbed(pool, cut(VICTIM), "at a bucket", None)
     assert (made.error, made.lost, made.wrong) == ("", VICTIM, "")
     assert "replica-1 is gone" in " ".join(made.told)
+
+
+def test_a_host_whose_link_is_slow_is_left_behind_and_catches_up() -> None:
+    """The others do not wait: the push needs one replica."""
+    plan = PoolPlan(num_replicas=3, mbit=100.0, megabytes=4.0, slow={VICTIM: 10.0})
+    with hosted_pool(plan) as pool:
+        push = pool.push(60.0)
+        assert push.lost == (VICTIM,), push.answer
+        [remark] = push.answer["remarks"]
+        assert "TOO_SLOW" in remark
+        assert "its link carries" in remark
+        assert push.answer["staging"] < 8 * plan.megabytes / plan.slow[VICTIM], "its link's time"
+        assert not push.wrong
+        assert not pool.await_served(push.answer["version"])

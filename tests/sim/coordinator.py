@@ -41,7 +41,7 @@ class SimCoordinator(Process):
         super().__init__(world.clock, "coordinator")
         self.world = world
         self.state = state
-        self.groups = LiveGroups(self.post)
+        self.groups = LiveGroups(self.post, world)
         self._services = Services(self)
         self.calls: dict[int, Future] = {}
         self.calls_since: dict[int, float] = {}

@@ -83,6 +83,7 @@ class Faults:
         world.network.loss = world.network.repeat = world.network.slow = 0.0
         world.corruption = world.clean_failure = world.dirty_failure = 0.0
         world.slow_disk = world.refusals = world.delta_failure = 0.0
+        world.links = None
         self._restart_coordinator()
         self.restart()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from tests.sim.network import Stream
 from weft_rl.contract.errors import (
@@ -14,8 +15,11 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport
+from weft_rl.coordinator.decisions.state.transfer import Activity, Group, Hop, RankReport
 from weft_rl.coordinator.runtime.live_groups import Watermark
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
 
 
 class _LiveGroup:
@@ -26,13 +30,30 @@ class _LiveGroup:
         self.watermark: Watermark | None = None
         self.reports: dict[int, RankReport] = {}
         self.num_told: dict[int, int] = {}
+        #: The receiver whose link is slow, if one's is; its buckets come no later for that.
+        self.slow: int | None = None
+
+    def hops(self) -> dict[tuple[int, int], Hop]:
+        """What the members measure in a chain; nothing before somebody's link is slow."""
+        chain = (0, *self.group.receivers)
+        if self.slow is None:
+            return {}
+        return {
+            (source, target): Hop(_BYTES, _BYTES / (1 if self.slow in (source, target) else 100))
+            if target != self.slow
+            else Hop(_BYTES, _BYTES, num_waiting=_BYTES)
+            for source, target in pairwise(chain)
+        }
+
+
+_BYTES = 2**16
 
 
 class LiveGroups:
     """All live groups; ``post`` takes the events of their streams."""
 
-    def __init__(self, post: Callable[[events.Event], None]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[events.Event], None], world: World) -> None:
+        self._post, self._world = post, world
         self.live: dict[str, _LiveGroup] = {}
 
     def attend(self, stream: Stream, group_id: str, token: str, rank: int) -> None:
@@ -87,9 +108,21 @@ class LiveGroups:
                 transfer_id = mark.transfer_id
                 new = {r: n for r, n in mark.num_reported.items() if live.num_told.get(r) != n}
                 live.num_told.update(new)
-            if reports or new:
-                told.append(events.RanksHeard(name, reports, transfer_id, new))
+            hops = self._measure(live, transfer_id)
+            if reports or new or hops:
+                told.append(events.RanksHeard(name, reports, transfer_id, new, hops))
         return told
+
+    def _measure(self, live: _LiveGroup, transfer_id: str) -> dict[tuple[int, int], Hop]:
+        links = self._world.links
+        if links is None or not transfer_id:
+            return {}
+        if live.slow is None and links.random() < 0.2:
+            live.slow = links.choice([*live.group.receivers])
+        if live.slow is not None:
+            slow = self._world.slow_links.setdefault(transfer_id, set())
+            slow.add(live.group.member_name(live.slow))
+        return live.hops()
 
     def carry_out(self, effect: effects.Effect) -> None:
         """What the driver has decided."""

@@ -9,6 +9,7 @@ from weft_rl.coordinator.decisions.purposes.push import Push
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import Phase
+from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push
@@ -47,6 +48,7 @@ class StallChecks:
         self._check_routes(state)
         for transfer in state.transfers.values():
             self._check_switching(transfer)
+            self._check_slow(transfer)
             if transfer.phase in _WATCHED:
                 self._check_members(transfer, state.groups[transfer.group_id])
                 self._check_trainer(state, transfer)
@@ -93,6 +95,15 @@ class StallChecks:
             longest = self._longest(replica.replica_id)
             if is_it and replica.routed and owes_for > longest:
                 fail(f"requests are routed to {replica.replica_id}, whose engine hangs")
+
+    def _check_slow(self, transfer: Transfer) -> None:
+        slow = self._world.slow_links.get(transfer.transfer_id, set())
+        for name, failure in transfer.losses.items():
+            if failure.reason == "TOO_SLOW" and "its link" in failure.message:
+                if name not in slow:
+                    fail(f"{transfer.transfer_id} was left by {name}, whose link is not slow")
+                if purpose_of(transfer).requires(name):
+                    fail(f"{transfer.transfer_id} was left by {name}, which it requires")
 
     def _check_members(self, transfer: Transfer, group: Group) -> None:
         if transfer.loading:

@@ -56,6 +56,7 @@ _WORDS = [
     "has lost a sender of its delta",
     "transfer_aborted",
     "is committed by the survivors",
+    "cannot keep up: its link",
     "clone_ended",
     "clone_failed",
     "clone_interrupted",

@@ -16,7 +16,8 @@ import pytest
 
 from tests.waits import stays, until
 from weft_rl import progress as module
-from weft_rl.progress import ShownProgress, Step, said, shown, shown_bytes, shown_seconds
+from weft_rl.progress import ShownProgress, Step, said, shown
+from weft_rl.units import shown_bytes, shown_seconds
 
 GB = 1_000_000_000
 

@@ -19,7 +19,7 @@ from weft_rl.cli.console.commands import Printed, pool_command
 from weft_rl.cli.console.options import OptionalPolicyName
 from weft_rl.cli.console.output import CALL_SECONDS, print_text, shown_time
 from weft_rl.cli.console.table import ColumnSpec, FittedTable
-from weft_rl.cli.status import sent_text, vector_text
+from weft_rl.cli.status import hop_text, sent_text, vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.contract.names import plural
 from weft_rl.rpc.codec import duration_from_proto
@@ -161,6 +161,10 @@ def transfers(
         ),
     ] = None,
     limit: Limit = 20,
+    hops: Annotated[
+        bool,
+        typer.Option("--hops", help="Show what each link between members carried, over streams."),
+    ] = False,
 ) -> Iterator[Printed]:
     """Show pushes and other transfers, under way and ended.
 
@@ -179,7 +183,8 @@ def transfers(
     for transfer in listed:
         refusals = [Text(f"{r.replica_id}: {r.message}", "dim") for r in transfer.refusals]
         failure = _failure(transfer)
-        table.add(transfer, failure + refusals)
+        links = [Text(hop_text(hop), "dim") for hop in transfer.hops] if hops else []
+        table.add(transfer, failure + refusals + links)
     yield table, pb.ListTransfersResponse(transfers=listed)
 
 

@@ -20,11 +20,11 @@ from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY, plural, provenance
 from weft_rl.coordinator.decisions.state.values import ReplicaState
-from weft_rl.progress import shown_bytes
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.rpc.status import error_from_rpc
+from weft_rl.units import shown_bytes
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
@@ -329,6 +329,25 @@ def sent_text(transfer: publish_pb2.Transfer, unit: str = "") -> str:
     return f"{text}, whole to {num_whole}" if num_whole else text
 
 
+def hop_text(hop: publish_pb2.Hop) -> str:
+    """Format what a link between two members carried: ``A to B: 1.20 MB/s (3.1 MB wait)``."""
+    speed = rate(hop.num_bytes, duration_from_proto(hop.busy))
+    waiting = f" ({shown_bytes(hop.num_waiting)} wait)" if hop.num_waiting else ""
+    sites = ", between sites" if hop.between_sites else ""
+    return f"{hop.source} to {hop.target}: {speed}{sites}{waiting}"
+
+
+def secrecy_text(transfer: publish_pb2.Transfer) -> str:
+    """Format whether a transfer's links are encrypted: ``encrypted``, ``in plaintext``, ``partly
+    in plaintext``; empty where it is not known."""
+    if not transfer.hops:
+        return ""
+    encrypted = {hop.encrypted for hop in transfer.hops}
+    if len(encrypted) > 1:
+        return "partly in plaintext"
+    return "encrypted" if encrypted == {True} else "in plaintext"
+
+
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     """Format a transfer as one line: what, how much, how fast, how it ended."""
     state = publish_pb2.TransferState.Name(transfer.state)
@@ -346,7 +365,10 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     )
     if transfer.backend:
         why = f": {transfer.backend_reason}" if transfer.backend_reason else ""
-        text.append(f"\n  over {transfer.backend}{why}", "dim")
+        secrecy = secrecy_text(transfer)
+        text.append(f"\n  over {transfer.backend}{f', {secrecy}' if secrecy else ''}{why}", "dim")
+    if transfer.hops:
+        text.append(f"\n  slowest link: {hop_text(transfer.hops[0])}", "dim")
     if transfer.HasField("failure"):
         text.append(f"\n  {transfer.failure.reason}: {transfer.failure.message}", "red")
     return text

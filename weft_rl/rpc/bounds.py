@@ -308,6 +308,7 @@ _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "Capabilities.lora_unapplied": 1_024,
     "Capabilities.served_names": 4_096,
     "GenerateRequest.images": MAX_IMAGES,
+    "SentReport.hops": 64,
     "SleepRolloutsRequest.gpu_uuids": 1_024,
     "SampleChunk.logprobs": MAX_PROMPT,
     "SampleChunk.token_ids": MAX_PROMPT,

@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import BroadcastOptions
 from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED, STREAM
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
@@ -37,6 +36,7 @@ from weft_rl.transport.wire.buckets import (
     BucketOptions,
     write_tail,
 )
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 _log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from weft_rl.transport.backends import (
     open_backend,
     works_to_hold,
 )
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.buckets import WHOLE, ArrivedBucket, BucketOptions
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 __all__ = [
     "SENDER_RANK",

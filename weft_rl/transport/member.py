@@ -12,11 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import grpc
 import torch
 
-from weft_rl.containers import LruMapping
+from weft_rl.containers import LruMapping, replace
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     StaleEpochError,
@@ -32,9 +33,10 @@ from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.manifest_codec import manifest_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
+from weft_rl.schema import codec
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.rendezvous_store import RendezvousStore
+from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -44,6 +46,9 @@ _log = logging.getLogger(__name__)
 # means that the stream is dead.
 _MAX_QUEUED = 10_000
 _WELCOME_SECONDS = 10.0
+_SENT: Final = codec(SentBytes, pb.SentBytes)
+# Receivers that one report of sent bytes names.
+_MAX_HOPS = 64
 # A coordinator that answers does so in a round trip.
 _FAREWELL_SECONDS = 0.5
 
@@ -109,9 +114,13 @@ class AttendStream:
             raise self._error
 
     def send(self, request: pb.AttendRequest) -> None:
-        """Queue a report for the coordinator; returns at once. Reports after the stream's end are
-        dropped: the coordinator has taken the rank for dead by then."""
+        """Queue a report of the thread that works for the coordinator; returns at once. Reports
+        after the stream's end are dropped: the coordinator has taken the rank for dead by then."""
         self.sent_at = time.monotonic()
+        self.send_aside(request)
+
+    def send_aside(self, request: pb.AttendRequest) -> None:
+        """Queue a report of another thread, which says nothing of the one that works."""
         if self._queue.qsize() < _MAX_QUEUED:
             self._queue.put(request)
         else:
@@ -279,6 +288,12 @@ class Membership:
         credentials: Credentials | None,
     ) -> SideGroup:
         others = ticket.num_senders - 1  # senders that are not in this lane
+
+        def on_sent(sent: list[SentBytes]) -> None:
+            hops = [replace(each, rank=each.rank + others) for each in sent[:_MAX_HOPS]]
+            said = map(_SENT.encode, hops)
+            self.attendance.send_aside(pb.AttendRequest(sent=pb.SentReport(hops=said)))
+
         return SideGroup(
             RendezvousStore(self.stub, self.credential, _FORMING_SECONDS, f"{sender}/"),
             SENDER_RANK if ticket.rank == sender else ticket.rank - others,
@@ -288,6 +303,7 @@ class Membership:
                 credentials=credentials,
                 senders=Senders(sender, ticket.num_senders),
                 site=ticket.site,
+                on_sent=on_sent,
             ),
             backend=ticket.backend,
             device=device,

@@ -931,6 +931,7 @@ class Transfer(_message.Message):
     DELTA_FROM_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     WHOLE_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    HOPS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -1046,6 +1047,12 @@ class Transfer(_message.Message):
     def whole_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Replicas that are sent all elements beside a delta (SendPlan.num_whole), sorted."""
 
+    @_builtins.property
+    def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hop]:
+        """Who has sent to whom over streams, the slowest first, at most 64; of the last group that
+        carried it. Empty for other backends, and for what took less than 0.3 s.
+        """
+
     def __init__(
         self,
         *,
@@ -1083,16 +1090,65 @@ class Transfer(_message.Message):
         delta_from: _builtins.bytes = ...,
         sent_bytes: _builtins.int = ...,
         whole_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        hops: _abc.Iterable[Global___Hop] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "failure", b"failure", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "delta_from", b"delta_from", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "sent_bytes", b"sent_bytes", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for", "whole_replica_ids", b"whole_replica_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "delta_from", b"delta_from", "epoch", b"epoch", "failure", b"failure", "forming", b"forming", "hops", b"hops", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "pauses", b"pauses", "purpose", b"purpose", "refusals", b"refusals", "replaced_version", b"replaced_version", "replica_ids", b"replica_ids", "sent_bytes", b"sent_bytes", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version", "waiting", b"waiting", "waits_for", b"waits_for", "whole_replica_ids", b"whole_replica_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__served_over_base_version) -> _WhichOneofReturnType__served_over_base_version | None: ...
 
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class Hop(_message.Message):
+    """Bytes that one member of a side group has sent to another over streams."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    BETWEEN_SITES_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """A replica, or the trainer; of a trainer of several ranks "ID (sender N)"."""
+    target: _builtins.str
+    """A replica."""
+    num_bytes: _builtins.int
+    """Bytes that it has acknowledged."""
+    num_waiting: _builtins.int
+    """Bytes that waited at the source when it last said so: its link, or the target's, is slow."""
+    between_sites: _builtins.bool
+    """Whether the two are at different sites."""
+    encrypted: _builtins.bool
+    """Whether the bytes are encrypted."""
+    @_builtins.property
+    def busy(self) -> _duration_pb2.Duration:
+        """How long the link had bytes to carry: num_bytes over it is the link's rate."""
+
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        target: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        busy: _duration_pb2.Duration | None = ...,
+        num_waiting: _builtins.int = ...,
+        between_sites: _builtins.bool = ...,
+        encrypted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["between_sites", b"between_sites", "busy", b"busy", "encrypted", b"encrypted", "num_bytes", b"num_bytes", "num_waiting", b"num_waiting", "source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hop: _TypeAlias = Hop  # noqa: Y015
 
 @_typing.final
 class GenerationPause(_message.Message):

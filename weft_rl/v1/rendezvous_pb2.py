@@ -27,15 +27,15 @@ from weft_rl.v1 import publish_pb2 as weft_dot_v1_dot_publish__pb2
 from weft_rl.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18weft/v1/rendezvous.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/publish.proto\x1a\x13weft/v1/types.proto\"2\n\x0fGroupCredential\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\"\x9f\x03\n\x10\x43\x61llStoreRequest\x12,\n\ncredential\x18\x01 \x01(\x0b\x32\x18.weft.v1.GroupCredential\x12 \n\x03set\x18\x02 \x01(\x0b\x32\x11.weft.v1.StoreSetH\x00\x12!\n\x03get\x18\x03 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12 \n\x03\x61\x64\x64\x18\x04 \x01(\x0b\x32\x11.weft.v1.StoreAddH\x00\x12\"\n\x04wait\x18\x05 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12#\n\x05\x63heck\x18\x06 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12$\n\x06\x64\x65lete\x18\x07 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12/\n\x0b\x63ompare_set\x18\x08 \x01(\x0b\x32\x18.weft.v1.StoreCompareSetH\x00\x12#\n\x06\x61ppend\x18\t \x01(\x0b\x32\x11.weft.v1.StoreSetH\x00\x12$\n\x05\x63ount\x18\n \x01(\x0b\x32\x13.weft.v1.StoreCountH\x00\x42\x0b\n\toperation\"(\n\x08StoreSet\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x02 \x03(\x0c\"E\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x0c\n\nStoreCount\"3\n\x11\x43\x61llStoreResponse\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x03\"Y\n\x12GetManifestRequest\x12,\n\ncredential\x18\x01 \x01(\x0b\x32\x18.weft.v1.GroupCredential\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\"<\n\x13GetManifestResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\"\xad\x02\n\rAttendRequest\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.weft.v1.HelloH\x00\x12%\n\x08prepared\x18\x02 \x01(\x0b\x32\x11.weft.v1.PreparedH\x00\x12\x32\n\x0f\x62ucket_verified\x18\x03 \x01(\x0b\x32\x17.weft.v1.BucketVerifiedH\x00\x12!\n\x06staged\x18\x04 \x01(\x0b\x32\x0f.weft.v1.StagedH\x00\x12%\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x13.weft.v1.RankFailedH\x00\x12$\n\x08load_due\x18\x06 \x01(\x0b\x32\x10.weft.v1.LoadDueH\x00\x12%\n\x08progress\x18\x07 \x01(\x0b\x32\x11.weft.v1.ProgressH\x00\x42\t\n\x07message\"}\n\x05Hello\x12,\n\ncredential\x18\x01 \x01(\x0b\x32\x18.weft.v1.GroupCredential\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12\x1d\n\x15num_buckets_in_flight\x18\x04 \x01(\r\"=\n\x08Prepared\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x1c\n\x14num_buckets_verified\x18\x02 \x01(\x04\"5\n\x0e\x42ucketVerified\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\"M\n\x06Staged\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12.\n\x0e\x63ontent_digest\x18\x02 \x01(\x0b\x32\x16.weft.v1.ContentDigest\"B\n\nRankFailed\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1e\n\x07LoadDue\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"q\n\x08Progress\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12#\n\x08\x61\x63tivity\x18\x02 \x01(\x0e\x32\x11.weft.v1.Activity\x12\x0e\n\x06\x62ucket\x18\x03 \x01(\r\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\r\n\x05total\x18\x05 \x01(\x04\"\xf1\x01\n\x0e\x41ttendResponse\x12#\n\x07welcome\x18\x01 \x01(\x0b\x32\x10.weft.v1.WelcomeH\x00\x12#\n\x07prepare\x18\x02 \x01(\x0b\x32\x10.weft.v1.PrepareH\x00\x12\x1f\n\x05start\x18\x03 \x01(\x0b\x32\x0e.weft.v1.StartH\x00\x12%\n\x08released\x18\x04 \x01(\x0b\x32\x11.weft.v1.ReleasedH\x00\x12\x1f\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x0e.weft.v1.AbortH\x00\x12!\n\x06reform\x18\x06 \x01(\x0b\x32\x0f.weft.v1.ReformH\x00\x42\t\n\x07message\" \n\x07Welcome\x12\x15\n\rnum_attending\x18\x01 \x01(\r\"\xc3\x02\n\x07Prepare\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x15\n\rlayout_digest\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12!\n\x04kind\x18\x05 \x01(\x0e\x32\x13.weft.v1.PolicyKind\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1d\n\x15num_buckets_in_flight\x18\x07 \x01(\r\x12\x15\n\rtrace_context\x18\x08 \x01(\t\x12\x14\n\x0c\x63\x61rries_runs\x18\t \x01(\x08\x12$\n\tsend_plan\x18\n \x01(\x0b\x32\x11.weft.v1.SendPlan\x12\x13\n\x0btakes_whole\x18\x0b \x01(\x08\"2\n\x05Start\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_bucket\x18\x02 \x01(\x04\"Q\n\x06Reform\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12!\n\x05group\x18\x02 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\x0f\n\x07message\x18\x03 \x01(\t\"4\n\x08Released\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\x04\"=\n\x05\x41\x62ort\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t*\xc3\x01\n\x08\x41\x63tivity\x12\x18\n\x14\x41\x43TIVITY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x41\x43TIVITY_FORMING\x10\x01\x12\x17\n\x13\x41\x43TIVITY_ALLOCATING\x10\x02\x12\x14\n\x10\x41\x43TIVITY_WAITING\x10\x03\x12\x16\n\x12\x41\x43TIVITY_VERIFYING\x10\x04\x12\x14\n\x10\x41\x43TIVITY_LOADING\x10\x05\x12\x14\n\x10\x41\x43TIVITY_PACKING\x10\x06\x12\x14\n\x10\x41\x43TIVITY_SENDING\x10\x07\x32\xe2\x01\n\x11RendezvousService\x12\x42\n\tCallStore\x12\x19.weft.v1.CallStoreRequest\x1a\x1a.weft.v1.CallStoreResponse\x12J\n\x0bGetManifest\x12\x1b.weft.v1.GetManifestRequest\x1a\x1c.weft.v1.GetManifestResponse0\x01\x12=\n\x06\x41ttend\x12\x16.weft.v1.AttendRequest\x1a\x17.weft.v1.AttendResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18weft/v1/rendezvous.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/publish.proto\x1a\x13weft/v1/types.proto\"2\n\x0fGroupCredential\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\"\x9f\x03\n\x10\x43\x61llStoreRequest\x12,\n\ncredential\x18\x01 \x01(\x0b\x32\x18.weft.v1.GroupCredential\x12 \n\x03set\x18\x02 \x01(\x0b\x32\x11.weft.v1.StoreSetH\x00\x12!\n\x03get\x18\x03 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12 \n\x03\x61\x64\x64\x18\x04 \x01(\x0b\x32\x11.weft.v1.StoreAddH\x00\x12\"\n\x04wait\x18\x05 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12#\n\x05\x63heck\x18\x06 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12$\n\x06\x64\x65lete\x18\x07 \x01(\x0b\x32\x12.weft.v1.StoreKeysH\x00\x12/\n\x0b\x63ompare_set\x18\x08 \x01(\x0b\x32\x18.weft.v1.StoreCompareSetH\x00\x12#\n\x06\x61ppend\x18\t \x01(\x0b\x32\x11.weft.v1.StoreSetH\x00\x12$\n\x05\x63ount\x18\n \x01(\x0b\x32\x13.weft.v1.StoreCountH\x00\x42\x0b\n\toperation\"(\n\x08StoreSet\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x02 \x03(\x0c\"E\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x0c\n\nStoreCount\"3\n\x11\x43\x61llStoreResponse\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x03\"Y\n\x12GetManifestRequest\x12,\n\ncredential\x18\x01 \x01(\x0b\x32\x18.weft.v1.GroupCredential\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\"<\n\x13GetManifestResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\"\xd2\x02\n\rAttendRequest\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.weft.v1.HelloH\x00\x12%\n\x08prepared\x18\x02 \x01(\x0b\x32\x11.weft.v1.PreparedH\x00\x12\x32\n\x0f\x62ucket_verified\x18\x03 \x01(\x0b\x32\x17.weft.v1.BucketVerifiedH\x00\x12!\n\x06staged\x18\x04 \x01(\x0b\x32\x0f.weft.v1.StagedH\x00\x12%\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x13.weft.v1.RankFailedH\x00\x12$\n\x08load_due\x18\x06 \x01(\x0b\x32\x10.weft.v1.LoadDueH\x00\x12%\n\x08progress\x18\x07 \x01(\x0b\x32\x11.weft.v1.ProgressH\x00\x12#\n\x04sent\x18\x08 \x01(\x0b\x32\x13.weft.v1.SentReportH\x00\x42\t\n\x07message\"}\n\x05Hello\x12,\n\ncredential\x18\x01 \x01(\x0b\x32\x18.weft.v1.GroupCredential\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12\x1d\n\x15num_buckets_in_flight\x18\x04 \x01(\r\"=\n\x08Prepared\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x1c\n\x14num_buckets_verified\x18\x02 \x01(\x04\"5\n\x0e\x42ucketVerified\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\"M\n\x06Staged\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12.\n\x0e\x63ontent_digest\x18\x02 \x01(\x0b\x32\x16.weft.v1.ContentDigest\"B\n\nRankFailed\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1e\n\x07LoadDue\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\".\n\nSentReport\x12 \n\x04hops\x18\x01 \x03(\x0b\x32\x12.weft.v1.SentBytes\"\x94\x01\n\tSentBytes\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\'\n\x04\x62usy\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\x04\x12\x15\n\rbetween_sites\x18\x05 \x01(\x08\x12\x11\n\tencrypted\x18\x06 \x01(\x08\"q\n\x08Progress\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12#\n\x08\x61\x63tivity\x18\x02 \x01(\x0e\x32\x11.weft.v1.Activity\x12\x0e\n\x06\x62ucket\x18\x03 \x01(\r\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\r\n\x05total\x18\x05 \x01(\x04\"\xf1\x01\n\x0e\x41ttendResponse\x12#\n\x07welcome\x18\x01 \x01(\x0b\x32\x10.weft.v1.WelcomeH\x00\x12#\n\x07prepare\x18\x02 \x01(\x0b\x32\x10.weft.v1.PrepareH\x00\x12\x1f\n\x05start\x18\x03 \x01(\x0b\x32\x0e.weft.v1.StartH\x00\x12%\n\x08released\x18\x04 \x01(\x0b\x32\x11.weft.v1.ReleasedH\x00\x12\x1f\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x0e.weft.v1.AbortH\x00\x12!\n\x06reform\x18\x06 \x01(\x0b\x32\x0f.weft.v1.ReformH\x00\x42\t\n\x07message\" \n\x07Welcome\x12\x15\n\rnum_attending\x18\x01 \x01(\r\"\xc3\x02\n\x07Prepare\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x15\n\rlayout_digest\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12!\n\x04kind\x18\x05 \x01(\x0e\x32\x13.weft.v1.PolicyKind\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1d\n\x15num_buckets_in_flight\x18\x07 \x01(\r\x12\x15\n\rtrace_context\x18\x08 \x01(\t\x12\x14\n\x0c\x63\x61rries_runs\x18\t \x01(\x08\x12$\n\tsend_plan\x18\n \x01(\x0b\x32\x11.weft.v1.SendPlan\x12\x13\n\x0btakes_whole\x18\x0b \x01(\x08\"2\n\x05Start\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_bucket\x18\x02 \x01(\x04\"Q\n\x06Reform\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12!\n\x05group\x18\x02 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\x0f\n\x07message\x18\x03 \x01(\t\"4\n\x08Released\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\x04\"=\n\x05\x41\x62ort\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t*\xc3\x01\n\x08\x41\x63tivity\x12\x18\n\x14\x41\x43TIVITY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x41\x43TIVITY_FORMING\x10\x01\x12\x17\n\x13\x41\x43TIVITY_ALLOCATING\x10\x02\x12\x14\n\x10\x41\x43TIVITY_WAITING\x10\x03\x12\x16\n\x12\x41\x43TIVITY_VERIFYING\x10\x04\x12\x14\n\x10\x41\x43TIVITY_LOADING\x10\x05\x12\x14\n\x10\x41\x43TIVITY_PACKING\x10\x06\x12\x14\n\x10\x41\x43TIVITY_SENDING\x10\x07\x32\xe2\x01\n\x11RendezvousService\x12\x42\n\tCallStore\x12\x19.weft.v1.CallStoreRequest\x1a\x1a.weft.v1.CallStoreResponse\x12J\n\x0bGetManifest\x12\x1b.weft.v1.GetManifestRequest\x1a\x1c.weft.v1.GetManifestResponse0\x01\x12=\n\x06\x41ttend\x12\x16.weft.v1.AttendRequest\x1a\x17.weft.v1.AttendResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_rl.v1.rendezvous_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACTIVITY']._serialized_start=2724
-  _globals['_ACTIVITY']._serialized_end=2919
+  _globals['_ACTIVITY']._serialized_start=2960
+  _globals['_ACTIVITY']._serialized_end=3155
   _globals['_GROUPCREDENTIAL']._serialized_start=113
   _globals['_GROUPCREDENTIAL']._serialized_end=163
   _globals['_CALLSTOREREQUEST']._serialized_start=166
@@ -57,35 +57,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMANIFESTRESPONSE']._serialized_start=962
   _globals['_GETMANIFESTRESPONSE']._serialized_end=1022
   _globals['_ATTENDREQUEST']._serialized_start=1025
-  _globals['_ATTENDREQUEST']._serialized_end=1326
-  _globals['_HELLO']._serialized_start=1328
-  _globals['_HELLO']._serialized_end=1453
-  _globals['_PREPARED']._serialized_start=1455
-  _globals['_PREPARED']._serialized_end=1516
-  _globals['_BUCKETVERIFIED']._serialized_start=1518
-  _globals['_BUCKETVERIFIED']._serialized_end=1571
-  _globals['_STAGED']._serialized_start=1573
-  _globals['_STAGED']._serialized_end=1650
-  _globals['_RANKFAILED']._serialized_start=1652
-  _globals['_RANKFAILED']._serialized_end=1718
-  _globals['_LOADDUE']._serialized_start=1720
-  _globals['_LOADDUE']._serialized_end=1750
-  _globals['_PROGRESS']._serialized_start=1752
-  _globals['_PROGRESS']._serialized_end=1865
-  _globals['_ATTENDRESPONSE']._serialized_start=1868
-  _globals['_ATTENDRESPONSE']._serialized_end=2109
-  _globals['_WELCOME']._serialized_start=2111
-  _globals['_WELCOME']._serialized_end=2143
-  _globals['_PREPARE']._serialized_start=2146
-  _globals['_PREPARE']._serialized_end=2469
-  _globals['_START']._serialized_start=2471
-  _globals['_START']._serialized_end=2521
-  _globals['_REFORM']._serialized_start=2523
-  _globals['_REFORM']._serialized_end=2604
-  _globals['_RELEASED']._serialized_start=2606
-  _globals['_RELEASED']._serialized_end=2658
-  _globals['_ABORT']._serialized_start=2660
-  _globals['_ABORT']._serialized_end=2721
-  _globals['_RENDEZVOUSSERVICE']._serialized_start=2922
-  _globals['_RENDEZVOUSSERVICE']._serialized_end=3148
+  _globals['_ATTENDREQUEST']._serialized_end=1363
+  _globals['_HELLO']._serialized_start=1365
+  _globals['_HELLO']._serialized_end=1490
+  _globals['_PREPARED']._serialized_start=1492
+  _globals['_PREPARED']._serialized_end=1553
+  _globals['_BUCKETVERIFIED']._serialized_start=1555
+  _globals['_BUCKETVERIFIED']._serialized_end=1608
+  _globals['_STAGED']._serialized_start=1610
+  _globals['_STAGED']._serialized_end=1687
+  _globals['_RANKFAILED']._serialized_start=1689
+  _globals['_RANKFAILED']._serialized_end=1755
+  _globals['_LOADDUE']._serialized_start=1757
+  _globals['_LOADDUE']._serialized_end=1787
+  _globals['_SENTREPORT']._serialized_start=1789
+  _globals['_SENTREPORT']._serialized_end=1835
+  _globals['_SENTBYTES']._serialized_start=1838
+  _globals['_SENTBYTES']._serialized_end=1986
+  _globals['_PROGRESS']._serialized_start=1988
+  _globals['_PROGRESS']._serialized_end=2101
+  _globals['_ATTENDRESPONSE']._serialized_start=2104
+  _globals['_ATTENDRESPONSE']._serialized_end=2345
+  _globals['_WELCOME']._serialized_start=2347
+  _globals['_WELCOME']._serialized_end=2379
+  _globals['_PREPARE']._serialized_start=2382
+  _globals['_PREPARE']._serialized_end=2705
+  _globals['_START']._serialized_start=2707
+  _globals['_START']._serialized_end=2757
+  _globals['_REFORM']._serialized_start=2759
+  _globals['_REFORM']._serialized_end=2840
+  _globals['_RELEASED']._serialized_start=2842
+  _globals['_RELEASED']._serialized_end=2894
+  _globals['_ABORT']._serialized_start=2896
+  _globals['_ABORT']._serialized_end=2957
+  _globals['_RENDEZVOUSSERVICE']._serialized_start=3158
+  _globals['_RENDEZVOUSSERVICE']._serialized_end=3384
 # @@protoc_insertion_point(module_scope)

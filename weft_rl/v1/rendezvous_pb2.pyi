@@ -402,6 +402,7 @@ class AttendRequest(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_DUE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of the stream."""
@@ -430,6 +431,10 @@ class AttendRequest(_message.Message):
     def progress(self) -> Global___Progress:
         """What the rank does, while it takes long."""
 
+    @_builtins.property
+    def sent(self) -> Global___SentReport:
+        """What the rank has sent to others over streams."""
+
     def __init__(
         self,
         *,
@@ -440,12 +445,13 @@ class AttendRequest(_message.Message):
         failed: Global___RankFailed | None = ...,
         load_due: Global___LoadDue | None = ...,
         progress: Global___Progress | None = ...,
+        sent: Global___SentReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "progress", b"progress", "staged", b"staged"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "progress", b"progress", "sent", b"sent", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "progress", b"progress", "staged", b"staged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "progress", b"progress", "sent", b"sent", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "prepared", "bucket_verified", "staged", "failed", "load_due", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "prepared", "bucket_verified", "staged", "failed", "load_due", "progress", "sent"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -626,6 +632,76 @@ class LoadDue(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadDue: _TypeAlias = LoadDue  # noqa: Y015
+
+@_typing.final
+class SentReport(_message.Message):
+    """What a rank has sent over streams since it said so last; said some times a second while it sends,
+    by whatever thread. It discharges no step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentBytes]:
+        """By receiver; at most 64 entries."""
+
+    def __init__(
+        self,
+        *,
+        hops: _abc.Iterable[Global___SentBytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hops", b"hops"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentReport: _TypeAlias = SentReport  # noqa: Y015
+
+@_typing.final
+class SentBytes(_message.Message):
+    """Bytes sent to one receiver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    BETWEEN_SITES_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The receiver's rank in the group."""
+    num_bytes: _builtins.int
+    """Bytes that it has acknowledged."""
+    num_waiting: _builtins.int
+    """Bytes that are here for it and that it has not acknowledged."""
+    between_sites: _builtins.bool
+    """Whether the two are at different sites."""
+    encrypted: _builtins.bool
+    """Whether they are encrypted."""
+    @_builtins.property
+    def busy(self) -> _duration_pb2.Duration:
+        """How long some were under way that it had room for."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        busy: _duration_pb2.Duration | None = ...,
+        num_waiting: _builtins.int = ...,
+        between_sites: _builtins.bool = ...,
+        encrypted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["between_sites", b"between_sites", "busy", b"busy", "encrypted", b"encrypted", "num_bytes", b"num_bytes", "num_waiting", b"num_waiting", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentBytes: _TypeAlias = SentBytes  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from rich.console import Console
 
 from weft_rl.cli import status
@@ -297,3 +299,33 @@ def test_a_delta_says_how_much_was_sent_of_how_much(
     assert f", {said} to" in shown(pb.GetPoolResponse(last_transfer=last), 200)
     last.whole_replica_ids.extend(["replica-1", "replica-2"])
     assert sent_text(last, " bytes") == (f"{said}, whole to 2" if delta_from else said)
+
+
+def test_the_slowest_link_is_named_and_whether_bytes_are_encrypted() -> None:
+    def hop(source: str, target: str, seconds: int, **facts: Any) -> publish_pb2.Hop:
+        return publish_pb2.Hop(
+            source=source,
+            target=target,
+            num_bytes=12_000_000,
+            busy=Duration(seconds=seconds),
+            **facts,
+        )
+
+    last = publish_pb2.Transfer(
+        version=types_pb2.PolicyVersion(policy="base", version=2),
+        backend="stream",
+        backend_reason="chosen by the trainer",
+        hops=[
+            hop("a", "b", 10, num_waiting=3_100_000, between_sites=True, encrypted=True),
+            hop("trainer", "a", 1, encrypted=True),
+        ],
+    )
+    text = shown(pb.GetPoolResponse(last_transfer=last), 200)
+    assert "over stream, encrypted: chosen by the trainer" in text
+    assert "slowest link: a to b: 1.2 MB/s, between sites (3.10 MB wait)" in text
+    last.hops[0].encrypted = False
+    assert "over stream, partly in plaintext: " in shown(
+        pb.GetPoolResponse(last_transfer=last), 200
+    )
+    last.hops[1].encrypted = False
+    assert "over stream, in plaintext: " in shown(pb.GetPoolResponse(last_transfer=last), 200)

@@ -26,7 +26,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.transport import backends
 from weft_rl.transport.group import CPU, SideGroup, num_parked_groups, window
-from weft_rl.transport.lane_options import LaneOptions
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 
 class FakeNccl:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from weft_rl.contract.errors import TransferAbortedError
 from weft_rl.transport.group import SideGroup, num_parked_groups
-from weft_rl.transport.lane_options import LaneOptions
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 store = dist.HashStore()
 

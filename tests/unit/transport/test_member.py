@@ -12,9 +12,9 @@ from weft_rl import interrupts
 from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
 from weft_rl.transport import member
 from weft_rl.transport.group import CPU, Operation, SideGroup
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.member import Progress
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
+from weft_rl.transport.wire.lane_options import LaneOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 

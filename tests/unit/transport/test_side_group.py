@@ -20,10 +20,10 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.transport import backends
 from weft_rl.transport.group import CPU, Operation, SideGroup
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.one_sided import members
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedWork
 from weft_rl.transport.wire.buckets import BucketOptions
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 SIZE = 3 * 2**20
 BORROWS = BucketOptions(borrows=True)

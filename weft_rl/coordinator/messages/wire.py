@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from weft_rl import __version__
@@ -30,7 +30,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     routes,
     version_differences,
 )
-from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Hop, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
@@ -58,6 +58,8 @@ from weft_rl.v1 import inspect_pb2, publish_pb2, replica_pb2, types_pb2
 
 # Policies that a replica names which it serves otherwise than the pool.
 _MAX_DIFFERENCES = 16
+# Links between members that a transfer lists.
+_MAX_HOPS = 64
 
 
 # -- values, events and answers whose fields are those of their messages -----------
@@ -70,6 +72,7 @@ _difference: Final = listing(VersionDifference, inspect_pb2.VersionDifference)
 _problem: Final = listing(Problem, inspect_pb2.Problem)
 _lease: Final = listing(Lease, publish_pb2.Lease)
 _failure: Final = listing(Failure, types_pb2.Failure)
+_hop: Final = listing(Hop, publish_pb2.Hop)
 _refusal: Final = listing(Failure, publish_pb2.TransferRefusal)
 _group: Final = listing(Group, publish_pb2.GroupPlan)
 _begun: Final = listing(effects.BeginAnswer, publish_pb2.BeginTransferResponse, told=["group"])
@@ -139,9 +142,17 @@ def transfer_to_proto(
             )
             for replica_id, pause in sorted(transfer.pauses.items())
         ],
+        hops=_hops(transfer.attempt.progress.hops),
         layout_digest=layout.digest,
         **_hex(layout.digest, transfer.content_digest),
     )
+
+
+def _hops(hops: Mapping[tuple[str, str], Hop]) -> list[publish_pb2.Hop]:
+    slowest = sorted(hops.items(), key=lambda entry: entry[1].rate)
+    return [
+        _hop(hop, source=source, target=target) for (source, target), hop in slowest[:_MAX_HOPS]
+    ]
 
 
 def _hex(layout_digest: bytes, content: ContentDigest | None) -> dict[str, Any]:

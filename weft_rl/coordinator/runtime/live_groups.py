@@ -24,11 +24,12 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.manifest import DIGEST_BYTES, SendPlan
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Hop, RankReport, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, VersionLayout
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
 from weft_rl.rpc.codec import POLICY_VERSION, duration_to_proto, send_plan_to_proto
+from weft_rl.schema import codec
 from weft_rl.tracing import untraced
 from weft_rl.v1 import rendezvous_pb2, types_pb2
 
@@ -36,6 +37,7 @@ _MAX_REMEMBERED: Final = 256
 _MAX_ID: Final = 128
 _MAX_QUEUED: Final = 256
 _MAX_LAYOUTS: Final = 8
+_HOP: Final = codec(Hop, rendezvous_pb2.SentBytes, told=["rank"])
 
 
 class RankStream:
@@ -166,6 +168,8 @@ class LiveGroup:
         self.num_in_flight: dict[int, int] = {}
         self.reports: dict[int, RankReport] = {}
         self.num_told: dict[int, int] = {}
+        #: Bytes sent since the last look, by the ranks of both ends.
+        self.hops: dict[tuple[int, int], Hop] = {}
 
     @property
     def senders(self) -> list[RankStream]:
@@ -180,9 +184,10 @@ class LiveGroup:
             transfer_id, told = mark.transfer_id, self.num_told
             new = {rank: n for rank, n in mark.num_reported.items() if told.get(rank) != n}
             told.update(new)
-        if not reports and not new:
+        hops, self.hops = self.hops, {}
+        if not reports and not new and not hops:
             return None
-        return events.RanksHeard(self.group_id, reports, transfer_id, new)
+        return events.RanksHeard(self.group_id, reports, transfer_id, new, hops)
 
 
 def token_digest(token: str) -> bytes:
@@ -313,6 +318,8 @@ class LiveGroups:
                 )
             case "progress":
                 self._progress(link, message.progress)
+            case "sent":
+                self._sent(link, message.sent)
             case "load_due":
                 self._post(events.RankLoadDue(group_id, message.load_due.transfer_id, rank))
             case "staged":
@@ -346,6 +353,15 @@ class LiveGroups:
             live.reports[link.rank] = RankReport(
                 transfer_id, said.activity, said.bucket, said.done, said.total
             )
+
+    def _sent(self, link: RankStream, said: rendezvous_pb2.SentReport) -> None:
+        live = self._live.get(link.group_id)
+        if live is None:
+            return
+        for each in said.hops:
+            hop, between = _HOP.decode(each), (link.rank, each.rank)
+            if each.rank < live.size:
+                live.hops[between] = live.hops[between] + hop if between in live.hops else hop
 
     def take_progress(self) -> list[events.RanksHeard]:
         """Return what ranks have said of their work since the last call, one event a group.

@@ -33,6 +33,9 @@ from weft_rl.transport.stream.messages import (
 
 _M = TypeVar("_M")
 _LENGTH: Final = struct.Struct("<Q")
+# Of ``struct tcp_info`` (linux/tcp.h, since Linux 4.10): bytes that were acknowledged; microseconds
+# with bytes under way; of these, such in which the other end had no room.
+_TCP_INFO: Final = struct.Struct("<120xQ40xQQ")
 #: Bytes of the first frame of a connection.
 HELLO_BYTES: Final = STREAM_HEAD_BYTES + bytes_codec(LaneHello).max_bytes
 # How long a link may be silent, by the kernels' own packets: a peer that is merely busy answers
@@ -123,13 +126,13 @@ class Lane:
             raise StreamError(f"{self.peer} said {type(message).__name__} out of turn")
         return message
 
-    def send_piece(self, sequence: int, total: int, index: int, content: memoryview) -> None:
-        """Send a piece of a bucket."""
+    def send_piece(self, sequence: int, total: int, index: int, content: memoryview) -> int:
+        """Send a piece of a bucket; return its number of bytes, without its head."""
         head = PIECE_HEAD.pack(sequence, total, index)
-        if isinstance(self._socket, ssl.SSLSocket):
+        if self.is_encrypted:
             self._send(head)
             self._send(content)
-            return
+            return len(content)
         try:
             sent = self._socket.sendmsg([head, content])
             if sent < len(head):
@@ -138,6 +141,7 @@ class Lane:
         except OSError as error:
             raise self._gone(error) from error
         self._send(content[sent - len(head) :])
+        return len(content)
 
     def receive_head(self) -> tuple[int, int, int]:
         """Receive the head of the next piece: the bucket's number, its bytes, the piece's number.
@@ -150,6 +154,21 @@ class Lane:
     def receive_into(self, content: memoryview) -> None:
         """Receive the bytes of a piece."""
         self._receive(content)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """True after ``encrypt``."""
+        return isinstance(self._socket, ssl.SSLSocket)
+
+    def sent(self) -> tuple[int, float]:
+        """Return the bytes that the other end has acknowledged, and the seconds for which some were
+        under way that it had room for; zeros once it is closed, or where the system cannot tell."""
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            num_bytes, busy, without_room = _TCP_INFO.unpack(info)
+        except (OSError, struct.error):
+            return 0, 0.0
+        return num_bytes, max(0, busy - without_room) / 1e6
 
     def shut(self) -> None:
         """End both directions: threads that wait at either end learn it at once."""

@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import Store
 from weft_rl.interrupts import ThreadWaker
 from weft_rl.ipc.connection import PeerError
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.transport.lane_options import LaneOptions
 from weft_rl.transport.stream import listening
 from weft_rl.transport.stream.lane import (
     Lane,
@@ -51,6 +50,7 @@ from weft_rl.transport.stream.messages import (
 from weft_rl.transport.stream.order import chain_of, sources_of
 from weft_rl.transport.stream.works import StreamWork, pieces_in
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions, write_tail
+from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ _HOLD_SECONDS = 3.0
 _LOOK_SECONDS = 5.0
 _HELD_LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 60.0
+# Between two reports of what was sent: the second and third of a group, and the later ones.
+_MEASURE_SECONDS = (0.25, 0.5, 1.0)
 # A connection that has lived so long was no failure.
 _STEADY_SECONDS = 10.0
 # Reports that are said again over another connection.
@@ -88,6 +90,22 @@ class _FedReceiver:
         self.on_their_way: Counter[int] = Counter()
         self.lanes: list[Lane] = []
         self.is_over = False
+        self._num_sent = 0
+        self._told = (0, 0.0)
+
+    def take_sent(self, works: Mapping[int, StreamWork]) -> tuple[int, float, int]:
+        """Return the bytes sent since the last call, the seconds for which their links had any, and
+        the bytes that wait."""
+        each = [lane.sent() for lane in self.lanes]
+        now = sum(num for num, _ in each), max((seconds for _, seconds in each), default=0.0)
+        before, self._told = self._told, now
+        here = sum(
+            work.bytes_here - (self._at * work.piece_bytes if work.sequence == self.sequence else 0)
+            for work in works.values()
+            if work.sequence >= self.sequence
+        )
+        waiting = max(0, here) + max(0, self._num_sent - now[0])
+        return max(0, now[0] - before[0]), max(0.0, now[1] - before[1]), waiting
 
     def has_next(self, works: Mapping[int, StreamWork]) -> bool:
         """Return whether ``next_piece`` may find one."""
@@ -127,8 +145,9 @@ class _FedReceiver:
         self._held.pop(self.sequence, None)
         self.sequence, self._at = sequence, 0
 
-    def note_sent(self, sequence: int) -> None:
-        """Note that a piece of a bucket was sent."""
+    def note_sent(self, sequence: int, num_bytes: int) -> None:
+        """Note that a piece of a bucket was handed to the system."""
+        self._num_sent += num_bytes
         self.on_their_way[sequence] -= 1
         if not self.on_their_way[sequence]:
             del self.on_their_way[sequence]
@@ -167,6 +186,9 @@ class StreamMember:
         self._first_here = 0
         self._hops: dict[bytes, _FedReceiver] = {}
         self._num_pending = 0
+        #: Reports of what was sent since something was to be sent, and the time of the last.
+        self._num_measured, self._measured_at = 0, time.monotonic()
+        self._is_told = True  # what was sent, and nothing is to be sent
         #: ``time.monotonic()`` until which buckets are held for who may ask.
         self._held_until = 0.0
         self.error = ""
@@ -422,9 +444,9 @@ class StreamMember:
                     waker.wait_for(lambda: self._has_next(hop), _LOOK_SECONDS)
                     continue
                 work, index = taken
-                lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
+                num_sent = lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
                 with self._lock:
-                    hop.note_sent(work.sequence)
+                    hop.note_sent(work.sequence, num_sent)
 
     def _has_next(self, hop: _FedReceiver) -> bool:
         return bool(self.error) or hop.has_next(self._works)
@@ -436,6 +458,42 @@ class StreamMember:
     def _let_go(self) -> None:
         """Let go of buckets, in their order, that nobody needs here; with the lock held."""
         raise NotImplementedError
+
+    def _watch_sent(self, waker: ThreadWaker, is_due: Callable[[], bool]) -> None:
+        """Block until ``is_due``, or until what was sent has been reported; a minute where nothing
+        moves."""
+        if self._is_told:
+            began = time.monotonic()
+            waker.wait_for(lambda: not self._is_told or is_due(), _IDLE_SECONDS)
+            if time.monotonic() - began > _MEASURE_SECONDS[-1]:
+                self._num_measured, self._measured_at = 0, time.monotonic()
+            return
+        nth = min(self._num_measured, len(_MEASURE_SECONDS) - 1)
+        left = self._measured_at + _MEASURE_SECONDS[nth] - time.monotonic()
+        if not waker.wait_for(is_due, max(0.0, left)):
+            self._tell_sent()
+
+    def _tell_sent(self) -> None:
+        self._measured_at = time.monotonic()
+        self._num_measured += 1
+        with self._lock:
+            measured = [(hop, *hop.take_sent(self._works)) for hop in self._hops.values()]
+        site = self._options.site
+        sent = [
+            SentBytes(
+                hop.rank,
+                num_bytes,
+                seconds,
+                waiting,
+                between_sites=self._station(hop.rank).place.site != site,
+                encrypted=hop.lanes[0].is_encrypted,
+            )
+            for hop, num_bytes, seconds, waiting in measured
+            if num_bytes
+        ]
+        self._is_told = not (sent or self._works)
+        if sent:
+            self._options.on_sent(sent)
 
     def _drop_first(self) -> StreamWork:
         work = self._works.pop(self._first_here)
@@ -475,6 +533,7 @@ class StreamSender(StreamMember):
                 self._drop_first()
             self._works[work.sequence] = work
             self._num_works += 1
+            self._is_told = False
         self._ring()
         return work
 
@@ -489,7 +548,7 @@ class StreamSender(StreamMember):
         self._ring()
         with self._waker(self._waiting) as waker:
             while not self.error:
-                waker.wait_for(lambda: bool(self.error), _IDLE_SECONDS)
+                self._watch_sent(waker, lambda: bool(self.error))
 
     def _let_go(self) -> None:
         for work in self._works.values():
@@ -531,6 +590,7 @@ class StreamReceiver(StreamMember):
             work.tell_kept = self._tell_kept
             self._works[work.sequence] = work
             self._num_works += 1
+            self._is_told = False
         self._ring()
         return work
 
@@ -602,10 +662,7 @@ class StreamReceiver(StreamMember):
                     self._let_go()
                 for kept in told:
                     reports.say(kept)
-                waker.wait_for(
-                    lambda: bool(self.error or over or self._to_tell),
-                    _HOLD_SECONDS if self._works else _IDLE_SECONDS,
-                )
+                self._watch_sent(waker, lambda: bool(self.error or over or self._to_tell))
             raise StreamError(self.error or over[0])
 
     def _end_reader(self, lane: Lane, reader: threading.Thread, over: list[str]) -> None:

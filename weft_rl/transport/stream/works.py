@@ -35,8 +35,9 @@ class StreamWork:
         self._bytes: memoryview | None = memoryview(buffer.numpy())  # type: ignore[arg-type]
         begin = buffer.data_ptr()
         self._span = range(begin, begin + self.num_bytes)
-        self._piece_bytes = piece_bytes(self.num_bytes)
-        self.num_pieces = -(-self.num_bytes // self._piece_bytes)
+        #: Bytes of each piece but the last.
+        self.piece_bytes = piece_bytes(self.num_bytes)
+        self.num_pieces = -(-self.num_bytes // self.piece_bytes)
         is_whole = unkept is not None
         #: Pieces that are here, in the order in which they have come.
         self.order = list(range(self.num_pieces)) if is_whole else []
@@ -56,6 +57,11 @@ class StreamWork:
         """True if all pieces are here."""
         return len(self.order) == self.num_pieces
 
+    @property
+    def bytes_here(self) -> int:
+        """Number of bytes that are here, the last piece taken for a whole one."""
+        return len(self.order) * self.piece_bytes
+
     def overlaps(self, other: StreamWork) -> bool:
         """Return whether the memory of two broadcasts has bytes in common."""
         one, two = self._span, other._span
@@ -69,8 +75,8 @@ class StreamWork:
         """
         if self._bytes is None or index >= self.num_pieces:
             raise StreamError(f"piece {index} of bucket {self.sequence} is not here")
-        begin = index * self._piece_bytes
-        return self._bytes[begin : begin + self._piece_bytes]
+        begin = index * self.piece_bytes
+        return self._bytes[begin : begin + self.piece_bytes]
 
     def has(self, index: int) -> bool:
         """Return whether a piece is here."""

@@ -21,8 +21,8 @@ def push(phase: Phase, *replica_ids: str, **changes: object) -> tuple[Machine, i
     m = Machine().pool(*(replica_ids or ("r0", "r1", "r2")))
     policy = str(changes.pop("policy", "math"))
     m.acquire(policy)
-    changes.setdefault("timeout", 600.0)
-    ticket = m.begin(policy, layout=BUCKETS, **changes)
+    changes = {"timeout": 600.0, "layout": BUCKETS, **changes}
+    ticket = m.begin(policy, **changes)
     waiter = m.await_end(ticket)
     if phase is Phase.STAGING:
         m.attend_all(ticket)

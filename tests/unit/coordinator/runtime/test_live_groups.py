@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from datetime import timedelta
 
 import pytest
 
@@ -18,7 +19,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.manifest import WireBucket, make_send_plan
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Group, Member, Transfer, TransferIds
+from weft_rl.coordinator.decisions.state.transfer import Group, Hop, Member, Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankStream, Watermark
@@ -216,3 +217,25 @@ async def test_each_of_several_senders_is_told_what_one_alone_is() -> None:
     failure = Failure("PEER_GONE", "r0 died", {})
     groups.send_abort("g", "t", failure)
     assert [await _heard(link) for link in links] == [["abort"], ["abort"], ["start", "abort"]]
+
+
+async def test_bytes_that_ranks_have_sent_are_told_with_the_next_look() -> None:
+    groups = LiveGroups(lambda event: None)
+    groups.open_group(_group())
+    link = groups.attend("g", _token(0), 0, 2)
+
+    def say(rank: int, num_bytes: int, num_waiting: int) -> None:
+        each = rendezvous_pb2.SentBytes(
+            rank=rank, num_bytes=num_bytes, num_waiting=num_waiting, encrypted=True
+        )
+        each.busy.FromTimedelta(timedelta(seconds=0.5))
+        report = rendezvous_pb2.SentReport(hops=[each])
+        groups.receive(link, rendezvous_pb2.AttendRequest(sent=report))
+
+    say(1, 100, 7)
+    say(1, 200, 5)
+    say(2, 1, 1)  # a rank that the group has not
+    [heard] = groups.take_progress()
+    assert heard.hops == {(0, 1): Hop(300, 1.0, 5, encrypted=True)}
+    assert not heard.reports, "it says nothing of the thread that works"
+    assert not groups.take_progress()

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.transport.lane_options import LaneOptions, SentBytes
 from weft_rl.transport.stream.members import StreamReceiver, StreamSender
 from weft_rl.transport.stream.messages import PLACE, Place
 from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
+from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
 
 #: A bucket of some hundred pieces.
 SIZE = 3 * 2**20 + 5

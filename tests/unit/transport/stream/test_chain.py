@@ -122,6 +122,18 @@ def test_memory_is_let_go_of_once_all_keep_it(group: Group) -> None:
     until(lambda: all(ref() is None for ref in held), 10)
 
 
+def test_what_each_member_has_sent_is_reported(group: Group) -> None:
+    """To the next one, and no more than the bytes and some heads."""
+    works = [group.post(rank)[0] for rank in (1, 2, 3)]
+    sent = group.send(1)
+    for work in works:
+        finish(work)
+    until(lambda: len(group.sent) == 3, 10, why=lambda: group.sent)
+    assert set(group.sent) == {(0, 1), (1, 2), (2, 3)}
+    assert all(SIZE <= num_bytes < SIZE + 10_000 for num_bytes in group.sent.values())
+    assert not sent.is_kept
+
+
 def test_a_buffer_is_not_written_before_it_was_passed_on(wires: Wires, group: Group) -> None:
     """The second bucket is received in the memory of the first, which waits for the last
     receiver's link."""

@@ -20,7 +20,7 @@ from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
 from weft_rl.contract.replica_report import OutOfService, ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
-from weft_rl.coordinator.decisions.state.transfer import RankReport, TransferIds
+from weft_rl.coordinator.decisions.state.transfer import Hop, RankReport, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
@@ -261,6 +261,8 @@ class RanksHeard(Event):
     num_verified: Mapping[int, int] = field(default_factory=dict)
     """Number of buckets, from the first, that receivers have reported; only of those that
     reported."""
+    hops: Mapping[tuple[int, int], Hop] = field(default_factory=dict)
+    """Bytes that were sent over streams, by the ranks of both ends."""
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,14 @@ from weft_rl.coordinator.decisions.state.transfer import (
     Transfer,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
-from weft_rl.coordinator.decisions.transfers import regrouping, suspects
+from weft_rl.coordinator.decisions.transfers import regrouping, slow_links, suspects
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
+from weft_rl.units import shown_bytes
 
 # Share of a push's time that others wait for one receiver before it may be left behind.
 _SHARE_OF_ITS_TIME = 0.25
+# A new group takes some tenths of a second: so much is to be gained by one.
+_LEAST_GAIN_SECONDS = 1.0
 
 
 def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
@@ -114,9 +117,10 @@ def heard(change: Change, event: events.RanksHeard) -> None:
                 r: report for r, report in event.reports.items() if report.transfer_id in ours
             }
             verified = event.num_verified if event.transfer_id == transfer.transfer_id else {}
-            _with_progress(
-                change, transfer, transfer.attempt.progress.heard(reports, verified, change.now)
-            )
+            progress = transfer.attempt.progress.heard(reports, verified, change.now)
+            group = change.state.groups[transfer.group_id]
+            progress = progress.with_hops(slow_links.between_members(event.hops, group))
+            _with_progress(change, transfer, progress)
             return
 
 
@@ -133,9 +137,9 @@ def watch(change: Change) -> None:
         if seen is not transfer.attempt.progress:
             transfer = _with_progress(change, transfer, seen)
         if not transfer.attempt.accusations:  # else somebody is about to be found dead
-            _give_up(change, transfer, group)
-            if change.state.transfers.get(transfer.transfer_id) is transfer:
-                _leave_behind(change, transfer, group)
+            for look in (_give_up, _leave_behind, _leave_slow_link):
+                if change.state.transfers.get(transfer.transfer_id) is transfer:
+                    look(change, transfer, group)
 
 
 def _has_come(transfer: Transfer, group: Group) -> bool:
@@ -178,6 +182,29 @@ def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
             failure = Failure("TOO_SLOW", why, {"member": name})
             regrouping.lose_replica(change, transfer, name, failure)
             return
+
+
+def _leave_slow_link(change: Change, transfer: Transfer, group: Group) -> None:
+    """Lose a replica whose link all others wait for, where the push needs fewer and gains by it."""
+    if transfer.phase is not Phase.STAGING:
+        return
+    progress, num_buckets = transfer.attempt.progress, transfer.layout.num_buckets
+    slow = slow_links.slow_replica(progress.hops, transfer.targets)
+    if slow is None:
+        return
+    name = slow.replica_id
+    least = min(progress.num_verified.get(rank, 0) for rank in group.receivers)
+    num_left = transfer.sent_bytes * (num_buckets - least) / num_buckets
+    gain = num_left / slow.rate - num_left / slow.pace
+    purpose = purpose_of(transfer)
+    may_lose = not purpose.requires(name) and purpose.may_continue(transfer, group, {name})
+    if gain >= _LEAST_GAIN_SECONDS and may_lose:
+        why = (
+            f"{name} cannot keep up: its link carries {shown_bytes(slow.rate)}/s, those of the "
+            f"others {shown_bytes(slow.pace)}/s; it catches up afterwards"
+        )
+        failure = Failure("TOO_SLOW", why, {"member": name})
+        regrouping.lose_replica(change, transfer, name, failure)
 
 
 def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:

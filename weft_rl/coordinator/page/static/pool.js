@@ -297,6 +297,7 @@ function course(transfer) {
     replica: ["clone", "restore"].includes(purpose) ? transfer.replica_ids?.[0] ?? "?" : "",
     trainer: transfer.trainer_id,
     backend: transfer.backend ?? "",
+    hops: (transfer.hops ?? []).map(toHop),
     waiting: fromDuration(transfer.waiting),
     waits_for: transfer.waits_for ?? "",
     buckets: Number(transfer.num_buckets ?? 0),
@@ -316,5 +317,17 @@ function course(transfer) {
     rate: staging > 0 && isCommitted ? bytes / staging : 0,
     failure: transfer.failure ?? null,
     refusals: transfer.refusals ?? [],
+  };
+}
+
+/** What a link between two members carried, over streams. */
+function toHop(hop) {
+  const busy = fromDuration(hop.busy);
+  return {
+    source: hop.source,
+    target: hop.target,
+    rate: busy > 0 ? Number(hop.num_bytes ?? 0) / busy : 0,
+    waiting: Number(hop.num_waiting ?? 0),
+    isEncrypted: Boolean(hop.encrypted),
   };
 }

@@ -29,7 +29,7 @@ export class Waterfall {
     orEmpty(byId("pushes"), byId("pushes-empty"), !shown.length, () => noPush(pool));
     byId("more-pushes").hidden = ended.length <= this.limit || this.limit === MANY;
     const longest = Math.max(1e-6, ...shown.map((transfer) => transfer.total));
-    const key = JSON.stringify([longest, shown.map((one) => [one.id, one.total, one.verified]),
+    const key = JSON.stringify([longest, shown.map((one) => [one.id, one.total, one.verified, one.hops]),
       pool.rates]);
     show(byId("push-rows"), key, () => shown.map((transfer) => this.row(transfer, longest, now)));
   }
@@ -51,7 +51,8 @@ export class Waterfall {
   speed(transfer) {
     const sent = transfer.delta_of
       ? `delta ${bytes(transfer.bytes)} of ${bytes(transfer.delta_of)}` : bytes(transfer.bytes);
-    if (!transfer.rate) return [transfer.bytes ? sent : ""];
+    const links = slowestLink(transfer.hops);
+    if (!transfer.rate) return [transfer.bytes ? sent : "", ...links];
     const best = this.pool.rates[transfer.backend];
     const share = best ? Math.min(1, transfer.rate / best.rate) : 1;
     const text = `${Math.round(share * 100)} % of the highest seen over ${transfer.backend}`;
@@ -62,8 +63,18 @@ export class Waterfall {
         svg("rect", { class: "all", width: SCALE, height: 1 }),
         svg("rect", { class: "share", width: share * SCALE, height: 1, "data-share": share })),
       el("small", {}, `${Math.round(share * 100)} % of highest, ${sent}`),
+      ...links,
     ];
   }
+}
+
+/** The link that everybody waits for, the slowest; all of them as its title. */
+function slowestLink(hops) {
+  if (!hops.length) return [];
+  const inWords = ({ source, target, rate: carried, waiting, isEncrypted }) =>
+    `${source} to ${target}: ${rate(carried)}${isEncrypted ? "" : " in plaintext"}${waiting ? `, ${bytes(waiting)} wait` : ""}`;
+  return [el("small", { title: hops.map(inWords).join("\n"), "data-link": "slowest" },
+    `slowest link ${inWords(hops[0])}`)];
 }
 
 /** Widths are in proportion to seconds, the longest push as wide as the bar. */

@@ -9,14 +9,18 @@ from weft_rl.contract.group import ALONE, Senders
 from weft_rl.rpc.security.credentials import Credentials
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SentBytes:
     """Bytes that this member has sent to another one, and how long its link had bytes to carry."""
 
     rank: int
     """Rank of the receiver in the lane."""
     num_bytes: int
-    seconds: float
+    busy_seconds: float
+    num_waiting: int
+    """Bytes that are here for it, and that it has not acknowledged."""
+    between_sites: bool
+    encrypted: bool
 
 
 def _tell_nobody(sent: list[SentBytes]) -> None:
@@ -36,5 +40,5 @@ class LaneOptions:
     site: str = ""
     """Label of the place where this rank runs (streams)."""
     on_sent: Callable[[list[SentBytes]], None] = _tell_nobody
-    """Called twice a second while this member sends over streams, with what it has sent since the
-    last call; on any thread, and must not block or raise."""
+    """Called some times a second while this member sends over streams, with what it has sent since
+    the last call; on a thread of the lane's, and must not block or raise."""
