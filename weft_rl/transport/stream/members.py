@@ -223,10 +223,10 @@ class StreamMember:
         with self._lock:
             self.error = self.error or error
             lanes, works = [*self._lanes], [*self._works.values()]
+            for work in works:
+                work.fail(self.error)
         for lane in lanes:
             lane.shut()
-        for work in works:
-            work.wake()
         self._ring()
 
     def _run_member(self) -> None:
@@ -245,7 +245,7 @@ class StreamMember:
                 works = [*self._works.values()]
                 self._works.clear()
             for work in works:
-                work.end(self.error)
+                work.let_go()
 
     def _begin(self) -> None:
         """Make what this end has of its own, before a thread uses it."""

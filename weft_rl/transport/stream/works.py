@@ -106,11 +106,11 @@ class StreamWork:
         self._bytes = None
         self._set_done()
 
-    def end(self, error: str) -> None:
-        """End it with an error, if it is not done. The memory is used no more."""
+    def fail(self, error: str) -> None:
+        """Let who waits for it raise an error, if it is not done; the memory may still be used."""
         if not self.done:
             self._error = error
-        self.let_go()
+        self._woken.set()
 
     def _set_done(self) -> None:
         self.done = True
