@@ -47,6 +47,7 @@ from weft_rl.transport.wire.buckets import (
     start_changes,
     start_runs,
 )
+from weft_rl.transport.wire.change_coding import WrongBaseError
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _T = TypeVar("_T")
@@ -498,7 +499,11 @@ class _ReceivePipeline:
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
         nonce = self._prepared.nonce
-        end = self._verify(index, arrived, lambda: self._ring.accept(index, nonce, arrived.arrived))
+
+        def begin() -> Callable[[], None]:
+            return self._ring.accept(index, nonce, arrived.arrived)
+
+        end = self._verify(index, arrived, begin, begin)
         self._arrived = None
         self._verified.append((index, arrived, end))
         while len(self._verified) > int(self._device.type == "cuda"):
@@ -523,7 +528,8 @@ class _ReceivePipeline:
 
     def _settle_one(self) -> None:
         index, operation, end = self._verified[0]
-        self._verify(index, operation, end)
+        nonce = self._prepared.nonce
+        self._verify(index, operation, end, lambda: self._ring.accept(index, nonce)())
         self._verified.popleft()
         operation.give_back()
         self._held[self._buckets[index].sender] -= 1
@@ -535,13 +541,26 @@ class _ReceivePipeline:
             if not sender_knows or time.monotonic() - self._reported_at > _REPORT_SECONDS:
                 self._report()
 
-    def _verify(self, index: int, operation: Operation, read: Callable[[], _T]) -> _T:
-        """Return what ``read`` returns of a bucket that has arrived; see ``_read_from``. On the
-        host each of its tensors takes some time, and there may be many: that is reported."""
-        if self._device.type == "cuda" or self._ring.num_runs(index) < _MANY_RUNS:
-            return _read_from(operation, read)
+    def _verify(
+        self, index: int, operation: Operation, read: Callable[[], _T], again: Callable[[], _T]
+    ) -> _T:
+        """Return what ``read`` returns of a bucket that has arrived, or ``again`` where other bytes
+        have arrived at first, and could be received again. On the host each of its tensors takes
+        some time, and there may be many: that is reported."""
         verifying = partial(self._verifying, self._begin + index)
-        return report_while(lambda: _read_from(operation, read), verifying)
+        try:
+            if self._device.type == "cuda" or self._ring.num_runs(index) < _MANY_RUNS:
+                return read()
+            return report_while(read, verifying)
+        except DigestMismatchError as error:
+            operation.give_back()
+            deadline = self._prepared.deadline
+            if isinstance(error, WrongBaseError):
+                raise
+            if not report_while(lambda: operation.receive_again(deadline), verifying):
+                raise
+            _log.info("bucket %d has come again: at first %s", self._begin + index, error)
+        return report_while(again, verifying)
 
     def _report(self) -> None:
         """Report to the coordinator how many buckets are kept, unless it knows."""
@@ -552,15 +571,6 @@ class _ReceivePipeline:
             transfer_id=self._prepared.transfer_id, bucket=self._begin + self._num_kept - 1
         )
         self._membership.attendance.send(pb.AttendRequest(bucket_verified=report))
-
-
-def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
-    """Return what ``read`` returns of a bucket that has arrived."""
-    try:
-        return read()
-    except DigestMismatchError:
-        operation.give_back()
-        raise
 
 
 def _notify_if_due(

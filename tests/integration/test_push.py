@@ -36,6 +36,7 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.transport import member
+from weft_rl.transport.stream.lane import Lane
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 
@@ -173,6 +174,25 @@ def test_who_cannot_be_read_is_sent_to_by_streams(pool, engines, publisher):
     ):
         forced.push_base(Model(seed=2))
     assert caught.value.reason == "BACKEND_MISMATCH"
+
+
+def test_who_garbles_what_it_passes_on_costs_nobody_the_push(pool, engines, monkeypatch, caplog):
+    """The next replica finds it out, asks the trainer again, and says who it was."""
+    send, garbled = Lane.send_piece, []
+
+    def send_badly(lane, sequence, total, index, content):
+        if lane.peer.startswith("rank 2") and not garbled:
+            garbled.append(sequence)
+            content = memoryview(bytes(len(content)))
+        return send(lane, sequence, total, index, content)
+
+    monkeypatch.setattr(Lane, "send_piece", send_badly)
+    with Publisher(pool.target, trainer_id="trainer-a", backend="stream") as publisher:
+        report = publisher.push_base(Model(seed=1)).report
+    assert garbled
+    assert (report.num_replicas, report.remarks) == (2, ())
+    assert "came garbled from rank 1 at " in caplog.text
+    assert all(same(engine.base, weights(Model(1))) for engine in engines)
 
 
 def test_a_replica_that_comes_between_trial_and_begin_is_not_left_out(

@@ -80,6 +80,14 @@ class Work(Protocol):
             RuntimeError: The sender has left: it may have changed the bytes meanwhile.
         """
 
+    def receive_again(self, buffer: torch.Tensor, deadline: float) -> bool:
+        """Receive the bucket once more, into the same buffer, from the sender itself: other members
+        may have garbled it on its way. Blocks, until ``time.monotonic()`` is ``deadline``.
+
+        Returns:
+            False if the bytes have come from the sender anyway, or it cannot be reached.
+        """
+
     def keep(self) -> bool:
         """Tell the sender that this receiver has verified the bucket and keeps it; never blocks,
         never raises. Returns whether the backend carries that."""
@@ -197,6 +205,9 @@ class _LibraryWork:
 
     def give_back(self) -> None:
         pass
+
+    def receive_again(self, buffer: torch.Tensor, deadline: float) -> bool:
+        return False
 
     def keep(self) -> bool:
         return False

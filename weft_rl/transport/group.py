@@ -143,6 +143,11 @@ class Operation:
         except RuntimeError as error:
             raise PeerUnavailableError(f"the side group broke: {error}") from error
 
+    def receive_again(self, deadline: float) -> bool:
+        """Receive a bucket that was found garbled once more, from the sender itself; see
+        ``backends.Work``. After ``give_back``."""
+        return self._work.receive_again(self._buffer, deadline)
+
     def keep(self) -> bool:
         """Tell the sender at once that this rank has verified the bucket and keeps it, whatever
         becomes of this group; after ``give_back``.

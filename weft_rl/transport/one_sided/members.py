@@ -142,6 +142,9 @@ class OneSidedWork:
         if give_back is not None:
             give_back()
 
+    def receive_again(self, buffer: torch.Tensor, deadline: float) -> bool:
+        return False  # it was read in the sender's memory
+
     def keep(self) -> bool:
         """See ``Work``; a sender that is gone is found out elsewhere."""
         if self.tell_kept is not None:

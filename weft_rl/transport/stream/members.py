@@ -34,6 +34,7 @@ from weft_rl.transport.stream.lane import (
     prove_receiver,
 )
 from weft_rl.transport.stream.messages import (
+    AGAIN,
     CHAIN,
     KEY_BYTES,
     PLACE,
@@ -363,6 +364,9 @@ class StreamMember:
                     self._meet(lane, hello)
                 finally:
                     self._no_longer_pending()
+                if hello.nth == AGAIN:
+                    self._send_again(lane)
+                    return
                 try:  # who has not proven who it is ends no hop
                     if hello.nth:
                         self._feed(lane, hello)
@@ -447,6 +451,19 @@ class StreamMember:
                 num_sent = lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
                 with self._lock:
                     hop.note_sent(work.sequence, num_sent)
+
+    def _send_again(self, lane: Lane) -> None:
+        """Send all of one bucket to a receiver that has found it garbled."""
+        wanted = lane.hear(Wants).first
+        with self._lock:
+            work = self._works.get(wanted)
+        if work is None or not work.is_whole:
+            raise StreamError(f"{lane.peer} asks again for bucket {wanted}, which is not here")
+        _log.warning("%s has found bucket %d garbled: it is sent there again", lane.peer, wanted)
+        lane.say(Serves(wanted))
+        lane.set_deadline(None)
+        for index in range(work.num_pieces):
+            lane.send_piece(wanted, work.num_bytes, index, work.piece(index))
 
     def _has_next(self, hop: _FedReceiver) -> bool:
         return bool(self.error) or hop.has_next(self._works)
@@ -587,12 +604,38 @@ class StreamReceiver(StreamMember):
         with self._lock:
             self._check()
             work = StreamWork(buffer, self._num_works, options)
-            work.tell_kept = self._tell_kept
+            work.tell_kept, work.fetch = self._tell_kept, self._fetch
             self._works[work.sequence] = work
             self._num_works += 1
             self._is_told = False
         self._ring()
         return work
+
+    def _fetch(self, work: StreamWork, buffer: torch.Tensor, deadline: float) -> bool:
+        """Receive a bucket again; see ``backends.Work``."""
+        chain = self._chain
+        assert chain is not None  # something has come
+        source, memory = chain.stations[0], StreamWork(buffer, work.sequence, WHOLE)
+        _log.warning(
+            "bucket %d came garbled from %s: it is received again from the sender",
+            work.sequence,
+            " and ".join(sorted(work.passed_on_by)),
+        )
+        try:
+            with self._connected(source, os.urandom(KEY_BYTES), AGAIN) as lane:
+                lane.say(Wants(work.sequence, ()))
+                lane.hear(Serves)
+                lane.set_deadline(deadline)
+                while not memory.is_whole:
+                    sequence, num_bytes, index = lane.receive_head()
+                    if (sequence, num_bytes) != (memory.sequence, memory.num_bytes):
+                        raise StreamError(f"{lane.peer} sends another bucket than was asked for")
+                    lane.receive_into(memory.piece(index))
+                    memory.put(index, lane.peer)
+        except PeerError as error:
+            _log.warning("bucket %d cannot be received again: %s", work.sequence, error)
+            return False
+        return True
 
     def _tell_kept(self, sequence: int) -> None:
         self._note_kept(sequence, (self._rank,))
@@ -717,7 +760,7 @@ class StreamReceiver(StreamMember):
                         )
                     lane.receive_into(work.piece(index))
                     with self._lock:
-                        work.put(index)
+                        work.put(index, lane.peer)
                         self._num_pieces += 1
                         is_whole = work.is_whole
                         if is_whole:

@@ -41,6 +41,10 @@ def piece_bytes(num_bytes: int) -> int:
     return max(_LEAST_PIECE_BYTES, min(_MOST_PIECE_BYTES, wanted))
 
 
+#: ``LaneHello.nth`` of a connection that brings one bucket again, all of it.
+AGAIN: Final = 2**32 - 1
+
+
 class StreamError(PeerError):
     """Failure of a member that cannot be reached, or is not who it should be."""
 
@@ -92,7 +96,7 @@ class LaneHello:
     hop: _Key
     """Number by which the connections of one attempt belong together."""
     nth: U32
-    """0 of the connection for reports, from 1 on of those that bring pieces."""
+    """0 of the connection for reports, from 1 on of those that bring pieces; or ``AGAIN``."""
     nonce: _Key
 
 
@@ -121,7 +125,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Request of a receiver for all that it lacks, from one bucket on."""
+    """Request of a receiver for all that it lacks, from one bucket on; of ``AGAIN``, for that one
+    alone."""
 
     first: int
     held: Annotated[tuple[Held, ...], _MAX_BUCKETS]

@@ -44,6 +44,10 @@ class StreamWork:
         self._held = bytearray([is_whole]) * self.num_pieces
         self.unkept = set(unkept or ())
         self.is_kept = False
+        #: Names of the members that have sent pieces of it here.
+        self.passed_on_by: set[str] = set()
+        #: How a receiver receives it again, from the sender; see ``backends.Work``.
+        self.fetch: Callable[[StreamWork, torch.Tensor, float], bool] | None = None
         #: How a receiver tells the sender that it keeps the bucket; never blocks, never raises.
         self.tell_kept: Callable[[int], None] | None = None
         self._woken = Flag()
@@ -82,8 +86,9 @@ class StreamWork:
         """Return whether a piece is here."""
         return bool(self._held[index])
 
-    def put(self, index: int) -> None:
-        """Note that a piece has come."""
+    def put(self, index: int, peer: str) -> None:
+        """Note that a piece has come, from a member."""
+        self.passed_on_by.add(peer)
         if not self._held[index]:
             self._held[index] = 1
             self.order.append(index)
@@ -127,6 +132,9 @@ class StreamWork:
 
     def give_back(self) -> None:
         pass  # nothing is lent
+
+    def receive_again(self, buffer: torch.Tensor, deadline: float) -> bool:
+        return self.fetch is not None and self.fetch(self, buffer, deadline)
 
     def keep(self) -> bool:
         if self.tell_kept is not None:

@@ -182,9 +182,14 @@ def apply_changes(
     return sums
 
 
-def not_the_base(run: Run) -> DigestMismatchError:
+class WrongBaseError(DigestMismatchError):
+    """Presence of other elements than were changed, where a delta is to be applied; the delta has
+    arrived as it was sent."""
+
+
+def not_the_base(run: Run) -> WrongBaseError:
     """Return the refusal of memory whose elements of a run are not those that were changed."""
-    return DigestMismatchError(
+    return WrongBaseError(
         f"{run} holds other elements than those that were changed: the weights here are not those "
         "that the delta was made from"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from rollout_side.receive.incoming_buckets import IncomingPart, receive_buckets
 from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError, WeftError
 from weft_rl.contract.manifest import WireBucket, make_send_plan
 from weft_rl.transport.wire.buckets import IN_ITS_BUFFER
+from weft_rl.transport.wire.change_coding import WrongBaseError
 
 
 def _part(num_buckets: int) -> IncomingPart:
@@ -26,9 +28,10 @@ class _Lent:
 
     done, arrived = True, IN_ITS_BUFFER
 
-    def __init__(self, *, sender_left: bool) -> None:
+    def __init__(self, *, sender_left: bool, comes_again: bool = False) -> None:
         self._sender_left, self._lent = sender_left, True
-        self.num_given_back = self.num_kept = 0
+        self._comes_again = comes_again
+        self.num_given_back = self.num_kept = self.num_again = 0
 
     def wait(self, deadline: float, on_progress: Callable[[], None]) -> None:
         pass
@@ -41,6 +44,10 @@ class _Lent:
         if self._sender_left:
             raise PeerUnavailableError("the sender left while its memory was read")
 
+    def receive_again(self, deadline: float) -> bool:
+        self.num_again += 1
+        return self._comes_again
+
     def keep(self) -> bool:
         self.num_kept += 1
         return True
@@ -51,8 +58,8 @@ class _OtherBytes:
 
     num_kept, ahead, copies_lent, is_dropped = 0, 1, True, False
 
-    def __init__(self, *, at_once: bool) -> None:
-        self._at_once = at_once
+    def __init__(self, *, at_once: bool, num_wrong: int = 2, why: str = "") -> None:
+        self._at_once, self._num_wrong, self._why = at_once, num_wrong, why
 
     def is_load_due(self) -> bool:
         return False
@@ -69,9 +76,14 @@ class _OtherBytes:
     def payload_bytes(self, index: int) -> int:
         return 8
 
-    def accept(self, index: int, nonce: int, arrived: object) -> Callable[[], None]:
+    def accept(self, index: int, nonce: int, arrived: object = None) -> Callable[[], None]:
         def end() -> None:
-            raise DigestMismatchError("bucket 0 is not what was sent")
+            self._num_wrong -= 1
+            if self._why:
+                raise WrongBaseError(self._why)
+            if self._num_wrong >= 0:
+                raise DigestMismatchError("bucket 0 is not what was sent")
+            self.num_kept = 1
 
         if self._at_once:
             end()
@@ -100,6 +112,41 @@ def test_what_a_sender_has_left_behind_is_not_taken_for_what_it_sent(
     assert lent.num_kept == 0
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("num_wrong", "why", "error", "num_again"),
+    [
+        (1, "", None, 1),
+        (2, "", DigestMismatchError, 1),
+        (0, "the weights here are others", WrongBaseError, 0),
+    ],
+)
+def test_a_garbled_bucket_is_received_once_more(
+    num_wrong: int, why: str, error: type[WeftError] | None, num_again: int, *, at_once: bool
+) -> None:
+    """Not one that has arrived as it was sent, and fits no weights here."""
+    arrived = _Lent(sender_left=False, comes_again=True)
+    lane = SimpleNamespace(broadcast=lambda *given, **how: arrived)
+    membership: Any = SimpleNamespace(
+        lanes={0: lane},
+        progress=SimpleNamespace(report=lambda *said: None),
+        attendance=SimpleNamespace(send=lambda report: None),
+    )
+    prepared: Any = SimpleNamespace(
+        transfer_id="t1",
+        nonce=7,
+        deadline=time.monotonic() + 10,
+        version="base@1",
+        span=SimpleNamespace(set=lambda **seconds: None),
+    )
+    ring: Any = _OtherBytes(at_once=at_once, num_wrong=num_wrong, why=why)
+    refused = contextlib.nullcontext() if error is None else pytest.raises(error)
+    with refused:
+        receive_buckets(membership, prepared, ring, _part(1), 0)
+    assert arrived.num_again == num_again
+    assert arrived.num_kept == (error is None)
+
+
 class _InPairs(_OtherBytes):
     """Ring of two buckets, of which the first is kept once the second has come."""
 
@@ -109,7 +156,7 @@ class _InPairs(_OtherBytes):
         super().__init__(at_once=False)
         self.num_kept = 0
 
-    def accept(self, index: int, nonce: int, arrived: object) -> Callable[[], None]:
+    def accept(self, index: int, nonce: int, arrived: object = None) -> Callable[[], None]:
         def end() -> None:
             self.num_kept = 2 * index
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tests.doubles.wires import Wires
-from tests.unit.transport.stream.chain import SIZE, Group, content, finish, host_of
+from tests.unit.transport.stream.chain import SECONDS, SIZE, Group, content, finish, host_of
 from tests.waits import until
 from weft_rl.transport.stream import listening
+from weft_rl.transport.stream.lane import Lane
 from weft_rl.transport.stream.messages import StreamError
 from weft_rl.transport.wire.buckets import BucketOptions
 
@@ -131,6 +132,46 @@ def test_what_each_member_has_sent_is_reported(group: Group) -> None:
     assert set(group.sent) == {(0, 1), (1, 2), (2, 3)}
     assert all(SIZE <= num_bytes < SIZE + 10_000 for num_bytes in group.sent.values())
     assert not sent.is_kept
+
+
+def test_a_bucket_that_was_garbled_comes_again_from_the_sender(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 has bad memory: what it passes on to rank 2 is not what it has received."""
+    send, garbled = Lane.send_piece, list[str]()
+
+    def send_badly(lane: Lane, sequence: int, total: int, index: int, content: memoryview) -> int:
+        if index == 3 and lane.peer.startswith("rank 2") and not garbled:
+            garbled.append(lane.peer)
+            content = memoryview(bytes(len(content)))
+        return send(lane, sequence, total, index, content)
+
+    monkeypatch.setattr(Lane, "send_piece", send_badly)
+    received = [group.post(rank) for rank in (1, 2, 3)]
+    group.send(1)
+    for work, _ in received:
+        finish(work)
+    is_right = [torch.equal(memory, content(1)) for _, memory in received]
+    assert is_right == [True, False, False], "it is passed on before anybody looks"
+    for work, memory in received[1:]:
+        assert work.receive_again(memory, time.monotonic() + SECONDS)
+        assert torch.equal(memory, content(1))
+    assert f"garbled from rank 1 at {host_of(1)}" in caplog.text
+    for work, _ in received:
+        work.keep()
+    again = [group.post(rank) for rank in (1, 2, 3)]
+    group.send(2)
+    for work, memory in again:
+        finish(work)
+        assert torch.equal(memory, content(2))
+
+
+def test_a_bucket_does_not_come_again_from_who_is_gone(group: Group) -> None:
+    work, memory = group.post(1)
+    group.send(1)
+    finish(work)
+    group.sender.abort()
+    assert not work.receive_again(memory, time.monotonic() + SECONDS)
 
 
 def test_a_buffer_is_not_written_before_it_was_passed_on(wires: Wires, group: Group) -> None:
