@@ -23,7 +23,7 @@ _VERIFIED = 5e9
 
 def seconds(num_bytes: int, mbit: float, num_receivers: int, bucket_bytes: int) -> float:
     """Return the time until the last receiver has verified the last bucket."""
-    size = piece_bytes(min(bucket_bytes, num_bytes))
+    size = piece_bytes(min(bucket_bytes, num_bytes), num_receivers)
     piece_seconds = (size + PIECE_HEAD.size) * _HEADERS * 8 / (mbit * 1e6)
     has = np.zeros(num_receivers + 1)
     """When each has the last piece so far; the sender has left it then."""

@@ -40,7 +40,7 @@ from benchmarks.machine import describe
 from weft_rl.transport.stream.messages import piece_bytes
 
 #: Of a bucket of 64 MiB.
-_PIECE_WEIGHTS = piece_bytes(64 * 2**20) // 2
+_PIECE_WEIGHTS = piece_bytes(64 * 2**20, 1) // 2
 _TENSORS = 32
 _ROUNDS = 5
 _LINKS = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "25 Gbit/s": 3.125e9}

@@ -543,7 +543,7 @@ class StreamSender(StreamMember):
         write_tail(buffer, options)
         with self._lock:
             self._check()
-            work = StreamWork(buffer, self._num_works, options, self._ranks)
+            work = StreamWork(buffer, self._num_works, options, len(self._ranks), self._ranks)
             # Its memory is written again, so all have verified what was in it: the coordinator
             # has said so.
             while any(work.overlaps(old) for old in self._works.values()):
@@ -603,7 +603,7 @@ class StreamReceiver(StreamMember):
     ) -> StreamWork:
         with self._lock:
             self._check()
-            work = StreamWork(buffer, self._num_works, options)
+            work = StreamWork(buffer, self._num_works, options, len(self._ranks))
             work.tell_kept, work.fetch = self._tell_kept, self._fetch
             self._works[work.sequence] = work
             self._num_works += 1
@@ -615,7 +615,8 @@ class StreamReceiver(StreamMember):
         """Receive a bucket again; see ``backends.Work``."""
         chain = self._chain
         assert chain is not None  # something has come
-        source, memory = chain.stations[0], StreamWork(buffer, work.sequence, WHOLE)
+        source = chain.stations[0]
+        memory = StreamWork(buffer, work.sequence, WHOLE, len(self._ranks))
         _log.warning(
             "bucket %d came garbled from %s: it is received again from the sender",
             work.sequence,

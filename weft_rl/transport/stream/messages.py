@@ -31,13 +31,14 @@ _MOST_PIECE_BYTES: Final = 256 * 2**10
 _PIECES: Final = 256
 
 
-def piece_bytes(num_bytes: int) -> int:
+def piece_bytes(num_bytes: int, num_receivers: int) -> int:
     """Return the size of the pieces of a bucket, all but the last.
 
     A chain takes the time of a piece longer for each receiver: so pieces are a small part of a
-    bucket, but not so small that the work for each counts.
+    bucket, and where there are many receivers all of these times together are no longer than one
+    bucket's. But they are not so small that the work for each counts.
     """
-    wanted = -(-num_bytes // _PIECES // 4096) * 4096
+    wanted = -(-num_bytes // max(_PIECES, num_receivers) // 4096) * 4096
     return max(_LEAST_PIECE_BYTES, min(_MOST_PIECE_BYTES, wanted))
 
 

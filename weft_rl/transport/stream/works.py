@@ -19,6 +19,7 @@ class StreamWork:
         buffer: Bytes to send, or memory to receive them in: uint8 of the host.
         sequence: Number of the bucket in its lane.
         options: See ``Backend.broadcast``.
+        num_receivers: Number of receivers of the group.
         unkept: Receivers that have to say that they keep it, at the sender; None at a receiver.
     """
 
@@ -29,6 +30,7 @@ class StreamWork:
         buffer: torch.Tensor,
         sequence: int,
         options: BucketOptions,
+        num_receivers: int,
         unkept: Collection[int] | None = None,
     ) -> None:
         self.sequence, self.num_bytes, self.on_kept = sequence, buffer.numel(), options.on_kept
@@ -36,7 +38,7 @@ class StreamWork:
         begin = buffer.data_ptr()
         self._span = range(begin, begin + self.num_bytes)
         #: Bytes of each piece but the last.
-        self.piece_bytes = piece_bytes(self.num_bytes)
+        self.piece_bytes = piece_bytes(self.num_bytes, num_receivers)
         self.num_pieces = -(-self.num_bytes // self.piece_bytes)
         is_whole = unkept is not None
         #: Pieces that are here, in the order in which they have come.

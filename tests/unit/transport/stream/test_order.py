@@ -47,8 +47,11 @@ def test_an_order_has_every_member_once(sites: dict[int, str]) -> None:
     assert CHAIN.unpack(CHAIN.pack(Chain(bytes(32), chain))).stations == chain
 
 
-@given(st.integers(1, 2**33))
-def test_pieces_are_a_small_part_of_a_bucket_but_not_too_small(num_bytes: int) -> None:
-    size = piece_bytes(num_bytes)
+@given(st.integers(1, 2**33), st.integers(1, 4096))
+def test_pieces_are_a_small_part_of_a_bucket_but_not_too_small(
+    num_bytes: int, num_receivers: int
+) -> None:
+    size = piece_bytes(num_bytes, num_receivers)
     assert 16 * 2**10 <= size <= 256 * 2**10
-    assert size == 16 * 2**10 or -(-num_bytes // size) >= 200
+    least = 0.75 * max(256, num_receivers)
+    assert size == 16 * 2**10 or -(-num_bytes // size) >= least
