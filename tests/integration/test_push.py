@@ -184,7 +184,7 @@ def test_who_garbles_what_it_passes_on_costs_nobody_the_push(pool, engines, monk
         if lane.peer.startswith("rank 2") and not garbled:
             garbled.append(sequence)
             content = memoryview(bytes(len(content)))
-        return send(lane, sequence, total, index, content)
+        send(lane, sequence, total, index, content)
 
     monkeypatch.setattr(Lane, "send_piece", send_badly)
     with Publisher(pool.target, trainer_id="trainer-a", backend="stream") as publisher:

@@ -7,15 +7,17 @@ It is a socket that one thread reads or writes, never two at once: so it can be 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
 import socket
 import ssl
 import struct
+import termios
 import time
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from weft_rl.ipc.bytes_codec import bytes_codec
 from weft_rl.ipc.connection import STREAM_HEAD_BYTES, close_in_children
@@ -35,6 +37,7 @@ _M = TypeVar("_M")
 _LENGTH: Final = struct.Struct("<Q")
 # Of ``struct tcp_info`` (linux/tcp.h, since Linux 4.10): bytes that were acknowledged; microseconds
 # with bytes under way; of these, such in which the other end had no room.
+_INT: Final = struct.Struct("@i")
 _TCP_INFO: Final = struct.Struct("<120xQ40xQQ")
 #: Bytes of the first frame of a connection.
 HELLO_BYTES: Final = STREAM_HEAD_BYTES + bytes_codec(LaneHello).max_bytes
@@ -49,6 +52,17 @@ _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _DEAD_MILLISECONDS // 1000),
 )
+
+
+class LaneCounters(NamedTuple):
+    """Counters of what one end of a connection has sent."""
+
+    num_bytes: int
+    """Bytes that the other end has acknowledged."""
+    busy_seconds: float
+    """Seconds for which some were under way that it had room for."""
+    num_queued: int
+    """Bytes that were handed to the system and are not acknowledged."""
 
 
 class Lane:
@@ -126,13 +140,13 @@ class Lane:
             raise StreamError(f"{self.peer} said {type(message).__name__} out of turn")
         return message
 
-    def send_piece(self, sequence: int, total: int, index: int, content: memoryview) -> int:
-        """Send a piece of a bucket; return its number of bytes, without its head."""
+    def send_piece(self, sequence: int, total: int, index: int, content: memoryview) -> None:
+        """Send a piece of a bucket."""
         head = PIECE_HEAD.pack(sequence, total, index)
         if self.is_encrypted:
             self._send(head)
             self._send(content)
-            return len(content)
+            return
         try:
             sent = self._socket.sendmsg([head, content])
             if sent < len(head):
@@ -141,7 +155,6 @@ class Lane:
         except OSError as error:
             raise self._gone(error) from error
         self._send(content[sent - len(head) :])
-        return len(content)
 
     def receive_head(self) -> tuple[int, int, int]:
         """Receive the head of the next piece: the bucket's number, its bytes, the piece's number.
@@ -160,15 +173,16 @@ class Lane:
         """True after ``encrypt``."""
         return isinstance(self._socket, ssl.SSLSocket)
 
-    def sent(self) -> tuple[int, float]:
-        """Return the bytes that the other end has acknowledged, and the seconds for which some were
-        under way that it had room for; zeros once it is closed, or where the system cannot tell."""
+    def sent(self) -> LaneCounters:
+        """Return what has gone to the other end; zeros once it is closed, or where the system
+        cannot tell."""
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             num_bytes, busy, without_room = _TCP_INFO.unpack(info)
-        except (OSError, struct.error):
-            return 0, 0.0
-        return num_bytes, max(0, busy - without_room) / 1e6
+            queued = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(_INT.size))
+        except (OSError, ValueError, struct.error):
+            return LaneCounters(0, 0.0, 0)
+        return LaneCounters(num_bytes, max(0, busy - without_room) / 1e6, *_INT.unpack(queued))
 
     def shut(self) -> None:
         """End both directions: threads that wait at either end learn it at once."""

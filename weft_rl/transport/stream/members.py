@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from weft_rl.interrupts import ThreadWaker
 from weft_rl.ipc.connection import PeerError
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.stream import listening
+from weft_rl.transport.stream.fed_receivers import FedReceiver
 from weft_rl.transport.stream.lane import (
     Lane,
     LaneTls,
@@ -49,7 +50,7 @@ from weft_rl.transport.stream.messages import (
     Wants,
 )
 from weft_rl.transport.stream.order import chain_of, sources_of
-from weft_rl.transport.stream.works import StreamWork, pieces_in
+from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions, write_tail
 from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
 
@@ -79,85 +80,6 @@ _STEADY_SECONDS = 10.0
 _MAX_KEPT = 64
 
 
-class _FedReceiver:
-    """The receiver at the other end of a hop, as it is fed: how far it is. Guarded by its member's
-    lock."""
-
-    def __init__(self, rank: int, wants: Wants) -> None:
-        self.rank = rank
-        #: Bucket that is being sent, and place in the order of its pieces.
-        self.sequence, self._at = wants.first, 0  # the cursor
-        self._held = {held.sequence: pieces_in(held) for held in wants.held}
-        self.on_their_way: Counter[int] = Counter()
-        self.lanes: list[Lane] = []
-        self.is_over = False
-        self._num_sent = 0
-        self._told = (0, 0.0)
-
-    def take_sent(self, works: Mapping[int, StreamWork]) -> tuple[int, float, int]:
-        """Return the bytes sent since the last call, the seconds for which their links had any, and
-        the bytes that wait."""
-        each = [lane.sent() for lane in self.lanes]
-        now = sum(num for num, _ in each), max((seconds for _, seconds in each), default=0.0)
-        before, self._told = self._told, now
-        here = sum(
-            work.bytes_here - (self._at * work.piece_bytes if work.sequence == self.sequence else 0)
-            for work in works.values()
-            if work.sequence >= self.sequence
-        )
-        waiting = max(0, here) + max(0, self._num_sent - now[0])
-        return max(0, now[0] - before[0]), max(0.0, now[1] - before[1]), waiting
-
-    def has_next(self, works: Mapping[int, StreamWork]) -> bool:
-        """Return whether ``next_piece`` may find one."""
-        work = works.get(self.sequence)
-        return self.is_over or (work is not None and self._at < len(work.order))
-
-    def next_piece(
-        self, works: Mapping[int, StreamWork], first: int
-    ) -> tuple[StreamWork, int] | None:
-        """Take the next piece to send, if one is here.
-
-        A bucket's last piece goes before the next one's first: a receiver may have no memory for
-        the next one before it has this one, and then reads nothing more.
-
-        Args:
-            first: First bucket that is here; all have what was before.
-        """
-        if self.sequence < first:
-            self._go_to(first)
-        while (work := works.get(self.sequence)) is not None:
-            held = self._held.get(work.sequence, frozenset())
-            while self._at < len(work.order):
-                index = work.order[self._at]
-                self._at += 1
-                if index in held:
-                    continue
-                self.on_their_way[work.sequence] += 1
-                if self._at == work.num_pieces:
-                    self._go_to(work.sequence + 1)
-                return work, index
-            if self._at < work.num_pieces:
-                return None
-            self._go_to(work.sequence + 1)
-        return None
-
-    def _go_to(self, sequence: int) -> None:
-        self._held.pop(self.sequence, None)
-        self.sequence, self._at = sequence, 0
-
-    def note_sent(self, sequence: int, num_bytes: int) -> None:
-        """Note that a piece of a bucket was handed to the system."""
-        self._num_sent += num_bytes
-        self.on_their_way[sequence] -= 1
-        if not self.on_their_way[sequence]:
-            del self.on_their_way[sequence]
-
-    def is_fed(self, work: StreamWork) -> bool:
-        """Return whether all of a bucket was sent."""
-        return self.sequence > work.sequence and not self.on_their_way[work.sequence]
-
-
 class StreamMember:
     """Stream ``backends.Backend`` of one member, which feeds those that ask it.
 
@@ -185,7 +107,7 @@ class StreamMember:
         self._num_works = 0
         #: First bucket that was not let go of.
         self._first_here = 0
-        self._hops: dict[bytes, _FedReceiver] = {}
+        self._hops: dict[bytes, FedReceiver] = {}
         self._num_pending = 0
         #: Reports of what was sent since something was to be sent, and the time of the last.
         self._num_measured, self._measured_at = 0, time.monotonic()
@@ -402,14 +324,14 @@ class StreamMember:
     def _attend(self, lane: Lane, hello: LaneHello) -> None:
         """Register a receiver that wants to be fed, and hear what it reports."""
         wants = lane.hear(Wants)
-        hop = _FedReceiver(hello.rank, wants)
+        hop = FedReceiver(hello.rank, wants)
         with self._lock:
             first = self._first_here
             if wants.first >= first:
                 for key, other in [*self._hops.items()]:
                     if other.rank == hello.rank:  # it has given that one up
                         del self._hops[key]
-                        _end_hop(other)
+                        other.end()
                 hop.lanes.append(lane)
                 self._hops[hello.hop] = hop
                 self._held_until = 0.0
@@ -424,7 +346,7 @@ class StreamMember:
         with self._lock:
             hop = self._hops.pop(key, None)
             if hop is not None:
-                _end_hop(hop)
+                hop.end()
                 if not self.error:
                     self._held_until = time.monotonic() + _HOLD_SECONDS
         if hop is not None:
@@ -448,9 +370,9 @@ class StreamMember:
                     waker.wait_for(lambda: self._has_next(hop), _LOOK_SECONDS)
                     continue
                 work, index = taken
-                num_sent = lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
+                lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
                 with self._lock:
-                    hop.note_sent(work.sequence, num_sent)
+                    hop.note_sent(work.sequence)
 
     def _send_again(self, lane: Lane) -> None:
         """Send all of one bucket to a receiver that has found it garbled."""
@@ -465,7 +387,7 @@ class StreamMember:
         for index in range(work.num_pieces):
             lane.send_piece(wanted, work.num_bytes, index, work.piece(index))
 
-    def _has_next(self, hop: _FedReceiver) -> bool:
+    def _has_next(self, hop: FedReceiver) -> bool:
         return bool(self.error) or hop.has_next(self._works)
 
     def _is_fed(self, work: StreamWork) -> bool:
@@ -526,12 +448,6 @@ class StreamMember:
 def _bytes_of(value: bytes) -> bytes:
     """Return the bytes of a value of the store, whose values are texts to torch."""
     return bytes.fromhex(value.decode())
-
-
-def _end_hop(hop: _FedReceiver) -> None:
-    hop.is_over = True
-    for lane in hop.lanes:
-        lane.shut()
 
 
 class StreamSender(StreamMember):

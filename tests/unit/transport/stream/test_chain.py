@@ -140,11 +140,11 @@ def test_a_bucket_that_was_garbled_comes_again_from_the_sender(
     """Rank 1 has bad memory: what it passes on to rank 2 is not what it has received."""
     send, garbled = Lane.send_piece, list[str]()
 
-    def send_badly(lane: Lane, sequence: int, total: int, index: int, content: memoryview) -> int:
+    def send_badly(lane: Lane, sequence: int, total: int, index: int, content: memoryview) -> None:
         if index == 3 and lane.peer.startswith("rank 2") and not garbled:
             garbled.append(lane.peer)
             content = memoryview(bytes(len(content)))
-        return send(lane, sequence, total, index, content)
+        send(lane, sequence, total, index, content)
 
     monkeypatch.setattr(Lane, "send_piece", send_badly)
     received = [group.post(rank) for rank in (1, 2, 3)]
