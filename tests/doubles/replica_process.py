@@ -30,6 +30,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.ranks import TwoRankDouble
 from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
+from weft_rl.contract.group import SITE_VARIABLE
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.security.guard import AccessFile
@@ -84,6 +85,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         replica_id=replica_id,
         listen=listen,
         advertise_host=_said("--advertise"),
+        site=os.environ.get(SITE_VARIABLE, ""),
     )
     agent = Agent(config, engine)
     server = await serve(agent, _security(), tracer)

@@ -129,6 +129,20 @@ def slow_host(backend: str) -> Iterator[Row]:
 #: A clone of 48 MB over 10 Mbit/s takes 39 s.
 _CLONE_SECONDS = 120.0
 
+
+def sites(backend: str) -> Iterator[Row]:
+    """Two sites of two replicas, with a slow link between; how often the bytes cross it is told."""
+    plan = PoolPlan(backend=backend, mbit=100.0, megabytes=4.0, far=("replica-0", "replica-2"))
+    with hosted_pool(plan) as pool:
+        pool.push(_PUSH_SECONDS)
+        before = pool.sent_far()
+        push = pool.push(_PUSH_SECONDS)
+        made = row("two sites", pool, push)
+        copies = (pool.sent_far() - before) / (made.megabytes * 1e6)
+        crossed = f"{copies:.2f} copies crossed the link between the sites"
+        yield dataclasses.replace(made, mbit=plan.between_mbit, told=(*made.told, crossed))
+
+
 # -- damage that is mended ------------------------------------------------------------------
 
 #: So short that nobody is given up; longer than the coordinator waits for a sign of life.
@@ -269,6 +283,7 @@ CASES: dict[str, Callable[[str], Iterator[Row]]] = {
     "links": links,
     "two-ranks": two_ranks,
     "slow-host": slow_host,
+    "sites": sites,
     "cut-replica": _damages(cut(VICTIM)),
     "cut-trainer": _damages(cut("trainer-0")),
     "cut-rank": _damages(

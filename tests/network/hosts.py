@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -68,6 +69,17 @@ def lacking() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"network namespaces that can be joined and shaped ({error})"
     return ""
+
+
+def _bound(space: str, device: str, mbit: float | None) -> None:
+    """Bound what a device sends, in Mbit/s; None for no bound."""
+    if mbit is None:
+        with contextlib.suppress(OSError):  # it had none
+            run("tc", "-n", space, "qdisc", "del", "dev", device, "root")
+        return
+    burst = max(_MIN_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_SECONDS))
+    run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
+        f"{int(mbit * 1e6)}bit", "burst", str(burst), "latency", _QUEUE)  # fmt: skip
 
 
 def _join(space: str, other: str, port: str) -> None:
@@ -158,14 +170,8 @@ class Host:
 
     def _shape(self, mbit: float | None, end: str) -> None:
         self.mbit = mbit
-        for space, device in ((end, _INTERFACE), (self._switch, self._port)):
-            if mbit is None:
-                with contextlib.suppress(OSError):  # it had none
-                    run("tc", "-n", space, "qdisc", "del", "dev", device, "root")
-                continue
-            burst = max(_MIN_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_SECONDS))
-            run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
-                f"{int(mbit * 1e6)}bit", "burst", str(burst), "latency", _QUEUE)  # fmt: skip
+        _bound(end, _INTERFACE, mbit)
+        _bound(self._switch, self._port, mbit)
 
     def cut(self) -> None:
         """Lose what it sends and what is sent to it, without a word, as a switch that fails."""
@@ -174,6 +180,10 @@ class Host:
     def restore(self) -> None:
         """Put it back: what is sent from now on arrives."""
         run("bridge", "-n", self._switch, "link", "set", "dev", self._port, "state", "forwarding")
+
+    def move_to(self, switch: str) -> None:
+        """Plug its cable into another switch of the network; see ``Network.add_site``."""
+        run("ip", "-n", self._switch, "link", "set", self._port, "master", switch)
 
     def unplug(self) -> None:
         """Take its cable out: its interface shows it. ``plug`` puts it back."""
@@ -266,9 +276,28 @@ class Network:
         self.names = folder / "hosts"
         self.names.write_text("127.0.0.1 localhost\n::1 localhost\n")
         self.hosts: dict[str, Host] = {}
-        run("ip", "-n", self.switch, "link", "add", "switch", "type", "bridge",
+        self._add_switch("switch")
+
+    def _add_switch(self, name: str) -> None:
+        run("ip", "-n", self.switch, "link", "add", name, "type", "bridge",
             "forward_delay", "0", "mcast_snooping", "0")  # fmt: skip
-        run("ip", "-n", self.switch, "link", "set", "switch", "up")
+        run("ip", "-n", self.switch, "link", "set", name, "up")
+
+    def add_site(self, name: str, mbit: float) -> None:
+        """Add a switch that one link of so many Mbit/s each way joins to the first one. Hosts are
+        moved to it."""
+        self._add_switch(name)
+        near, far = f"to-{name}", f"from-{name}"
+        run("ip", "-n", self.switch, "link", "add", near, "type", "veth", "peer", "name", far)
+        for device, master in ((near, "switch"), (far, name)):
+            run("ip", "-n", self.switch, "link", "set", device, "master", master)
+            run("ip", "-n", self.switch, "link", "set", device, "up")
+            _bound(self.switch, device, mbit)
+
+    def sent_to(self, site: str) -> int:
+        """Return the bytes that have crossed the link to a site."""
+        shown = run("ip", "-n", self.switch, "-s", "-j", "link", "show", "dev", f"to-{site}")
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def add_space(self, name: str) -> str:
         """Add a network namespace; return its full name."""

@@ -14,6 +14,7 @@ from tests.network.trainer import TrainerSettings
 from tests.waits import until
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.backends import BACKENDS
+from weft_rl.contract.group import SITE_VARIABLE
 
 #: Backends that carry bytes between hosts' memories, by the table of all.
 BETWEEN_HOSTS = tuple(
@@ -24,6 +25,7 @@ HEARTBEAT_SECONDS, LOST_SECONDS, STALL_SECONDS = 0.3, 2.0, 3.0
 _NUM_TENSORS, _FLOAT_BYTES = 24, 4
 #: Of every host with a dead end: it leads nowhere, so they need not differ.
 _DEAD_ADDRESS = "192.0.2.1"
+_FAR = "far"
 _START_SECONDS, _ASK_SECONDS, _SETTLE_SECONDS = 60.0, 20.0, 40.0
 
 
@@ -50,6 +52,10 @@ class PoolPlan:
     """True if each host has a second interface, from which nobody is reached."""
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Options of some replicas, by name; "INSIDE" and "OUTSIDE" are their hosts' addresses."""
+    far: tuple[str, ...] = ()
+    """Hosts at another site."""
+    between_mbit: float = 10.0
+    """Rate of the link between the sites."""
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     lost_seconds: float = LOST_SECONDS
     stall_seconds: float = STALL_SECONDS
@@ -99,9 +105,13 @@ class HostedPool:
         self.ranks: list[Process] = []
         self.replicas: dict[str, Process] = {}
         self._digests: dict[int, str] = {}
+        if plan.far:
+            net.add_site(_FAR, plan.between_mbit)
         for name in ("coordinator", *plan.ranks, *plan.replicas):
             make = net.translated_host if name in plan.translated else net.host
             host = make(name, plan.slow.get(name, plan.mbit))
+            if name in plan.far:
+                host.move_to(_FAR)
             if plan.dead_ends:
                 host.add_dead_end(_DEAD_ADDRESS)
         for name, address in plan.hidden.items():
@@ -141,6 +151,8 @@ class HostedPool:
             module, env = ["-m", "tests.fault.victims", module[1]], self.strike.env
         known = {"INSIDE": host.address, "OUTSIDE": host.outside}
         options = [known.get(word, word) for word in self.plan.options.get(name, ())]
+        if name in self.plan.far:
+            env[SITE_VARIABLE] = _FAR
         if "--listen" not in options:
             options += ["--listen", self.address(host)]
         args = (*module, self.target, name, str(_NUM_TENSORS), str(self.plan.elements), "--keep",
@@ -243,6 +255,10 @@ class HostedPool:
             for name, said in served.items()
             if (pushed := self._digests.get(said["base"])) and said["digests"]["base"] != pushed
         )
+
+    def sent_far(self) -> int:
+        """Return the bytes that have crossed the link to the other site."""
+        return self.net.sent_to(_FAR)
 
     def tails(self) -> str:
         """Return the ends of the logs of all, for a failure."""
