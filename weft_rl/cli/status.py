@@ -17,6 +17,7 @@ from rich.text import Text
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, Wide
 from weft_rl.cli.console.output import print_json, rate
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
+from weft_rl.contract.backends import GLOO, NCCL
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY, plural, provenance
 from weft_rl.coordinator.decisions.state.values import ReplicaState
@@ -339,9 +340,9 @@ def hop_text(hop: publish_pb2.Hop) -> str:
 
 def secrecy_text(transfer: publish_pb2.Transfer) -> str:
     """Format whether a transfer's links are encrypted: ``encrypted``, ``in plaintext``, ``partly
-    in plaintext``; empty where it is not known."""
+    in plaintext``; empty where it is not known, or there are none."""
     if not transfer.hops:
-        return ""
+        return "in plaintext" if transfer.backend in (NCCL, GLOO) else ""
     encrypted = {hop.encrypted for hop in transfer.hops}
     if len(encrypted) > 1:
         return "partly in plaintext"

@@ -329,3 +329,7 @@ def test_the_slowest_link_is_named_and_whether_bytes_are_encrypted() -> None:
     )
     last.hops[1].encrypted = False
     assert "over stream, in plaintext: " in shown(pb.GetPoolResponse(last_transfer=last), 200)
+    del last.hops[:]
+    for backend, said in (("gloo", ", in plaintext"), ("nccl", ", in plaintext"), ("stream", "")):
+        last.backend = backend
+        assert f"over {backend}{said}: " in shown(pb.GetPoolResponse(last_transfer=last), 200)
