@@ -103,7 +103,7 @@ def measure(
     print(
         f"RESULT {what}: {size:.3f} GB to {report.num_replicas} replicas, median "
         f"{median * 1e3:.1f} ms of {len(seconds)}, min {min(seconds) * 1e3:.1f}, max "
-        f"{max(seconds) * 1e3:.1f} ({size / median:.0f} GB/s)",
+        f"{max(seconds) * 1e3:.1f} ({size / median:.1f} GB/s)",
         flush=True,
     )
     if added:
@@ -135,6 +135,9 @@ def main() -> None:
     parser.add_argument("--share", action="store_true", help="replicas are on the trainer's GPU")
     parser.add_argument("--named", action="store_true", help="push bases as named tensors, too")
     parser.add_argument("--only-base", action="store_true", help="push no adapters")
+    parser.add_argument(
+        "--backend", default="auto", help="or several, as gloo,stream: idle over each, then all"
+    )
     parser.add_argument(
         "--eager",
         action="store_true",
@@ -192,9 +195,29 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     pool.wait_registered(len(names), 30)
     for name in names[1:]:
         pool.set_apart(name)
-    settings: Any = {"progress": None, "timeout_seconds": 60}
+    for backend in (backends := args.backend.split(",")):
+        is_last = backend == backends[-1]
+        pushes(args, pool, clients, urls, (model, peft_model), backend, is_last=is_last)
+    if names[1:]:
+        kill(pool, model, len(names))
+
+
+def pushes(
+    args: argparse.Namespace,
+    pool: GpuPool,
+    clients: Clients,
+    urls: dict[str, str],
+    models: tuple[Any, Any],
+    backend: str,
+    *,
+    is_last: bool,
+) -> None:
+    """Pushes over one backend; only over the last one while a replica is busy, too."""
+    names, (model, peft_model) = [*urls], models
+    settings: Any = {"progress": None, "timeout_seconds": 60, "backend": backend, "delta": "never"}
     if args.bucket_mib:
         settings["bucket_bytes"] = args.bucket_mib * 2**20
+    how = "" if backend == "auto" else f"{backend}, "
     with Publisher(pool.target, trainer_id="bench", **settings) as publisher:
 
         def both(what: str, warm: int) -> None:
@@ -208,18 +231,18 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
             measure(f"adapter, {what}", lambda: publisher.push_adapter(peft_model, "math"),
                     clients, args.repeats, warm)  # fmt: skip
 
-        both("1 replica, idle", 3)
+        both(f"{how}1 replica, idle", 3)
+        if not is_last:
+            return
         clients.add(names[0], urls[names[0]])
-        both("1 replica, busy", 1)
+        both(f"{how}1 replica, busy", 1)
         if names[1:]:
             for name in names[1:]:
                 pool.bring_back(name)
             seconds = pool.wait_ready(len(names), 60)
             print(f"RESULT {len(names) - 1} late joiners cloned base and adapters and were ready "
                   f"in {seconds:.2f} s", flush=True)  # fmt: skip
-            both(f"{len(names)} replicas, 1 busy", 2)
-    if names[1:]:
-        kill(pool, model, len(names))
+            both(f"{how}{len(names)} replicas, 1 busy", 2)
 
 
 def named_pushes(

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
 from benchmarks.machine import describe
@@ -31,10 +32,12 @@ _SHARES = (0.002, 0.01, 0.0147, 0.05)
 
 
 def step(model: torch.nn.Module, share: float) -> None:
-    """Change a share of the elements: 87 of 100 by one unit in the last place, others by two."""
+    """Change a share of the elements that this process holds: 87 of 100 by one unit in the last
+    place, others by two."""
     with torch.no_grad():
         for parameter in model.parameters():
-            bits = parameter.view(-1).view(torch.int16)
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            bits = own.view(-1).view(torch.int16)
             for begin in range(0, len(bits), 2**26):
                 own = bits[begin : begin + 2**26]
                 draw = torch.rand(len(own), device=own.device)
@@ -88,6 +91,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--staging", default="in-place")
     parser.add_argument("--memory", default="0.35", help="vLLM's --gpu-memory-utilization")
+    parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
     print(describe(), torch.cuda.get_device_name(0), flush=True)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,7 +112,12 @@ def main() -> None:
             pool.wait_registered(1, 60)
             for mode in ("never", "always"):
                 with Publisher(
-                    pool.target, trainer_id="bench", progress=None, timeout_seconds=60, delta=mode
+                    pool.target,
+                    trainer_id="bench",
+                    progress=None,
+                    timeout_seconds=60,
+                    delta=mode,
+                    backend=options.backend,
                 ) as publisher:
                     for share in (0.0,) if mode == "never" else _SHARES:
                         reports = []

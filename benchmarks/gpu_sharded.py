@@ -3,7 +3,9 @@ that shares its one GPU with the replica.
 
 The replica is ``weft rollout`` on the GPU named by ``--replica-gpu``, with memory to spare for a
 trainer there; each rank of the trainer is a process on a GPU of its own, from 0, where there are so
-many. ``--dry`` runs the same on CPUs over gloo, with a tiny model: for writing this file.
+many. ``--delta 0.01`` changes a hundredth of the elements before each push of all parameters, and
+sends these alone. ``--dry`` runs the same on CPUs over gloo, with a tiny model: for writing this
+file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_deltas import step
 from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config, write_weights
 from benchmarks.machine import describe
 from trainer_side import Publisher, PushReport
@@ -82,7 +85,7 @@ def trainer(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
         dist.barrier()
 
-    seconds = []
+    seconds, compared, size_gb = [], [], 0.0
     name = f"{args.what}, {'FSDP2 over ' + str(size) if size > 1 else 'whole'}"
     with Publisher(
         args.coordinator,
@@ -91,8 +94,10 @@ def trainer(args: argparse.Namespace) -> None:
         timeout_seconds=90,
         backend=args.backend,
         bucket_bytes=args.bucket_mib * 2**20 if args.bucket_mib else None,
+        delta="always" if args.delta else "never",
     ) as publisher:
         for number in range(args.pushes):
+            step(model, args.delta)
             settle()
             time.sleep(args.pause)
             dist.barrier()
@@ -101,20 +106,23 @@ def trainer(args: argparse.Namespace) -> None:
             settle()
             seconds.append(time.perf_counter() - began)
             if rank == 0:
+                compared.append(report.delta.comparing_seconds)
+                size_gb = (report.sent_bytes if args.delta else report.total_bytes) / 1e9
                 print(
                     f"  {name} #{number}: {seconds[-1] * 1e3:.1f} ms (forming "
                     f"{report.forming_seconds * 1e3:.1f}, staging "
                     f"{report.staging_seconds * 1e3:.1f}, committing "
                     f"{report.committing_seconds * 1e3:.1f}, pause "
-                    f"{report.pause_seconds * 1e3:.1f}) {report.source} {report.remarks}",
+                    f"{report.pause_seconds * 1e3:.1f}, comparing {compared[-1] * 1e3:.1f}) "
+                    f"{report.source} {report.remarks} {report.delta.whole_reason}",
                     flush=True,
                 )
     if rank == 0:
         kept = seconds[2:] or seconds
-        size_gb = report.total_bytes / 1e9
         print(f"RESULT {name}: {size_gb:.3f} GB, first {seconds[0] * 1e3:.0f} ms, then median "
-              f"{statistics.median(kept) * 1e3:.1f} of {len(kept)}, min {min(kept) * 1e3:.1f} ms",
-              flush=True)  # fmt: skip
+              f"{statistics.median(kept) * 1e3:.1f} of {len(kept)}, min {min(kept) * 1e3:.1f} ms, "
+              f"comparing {statistics.median(compared[2:] or compared) * 1e3:.1f} over "
+              f"{report.backend}", flush=True)  # fmt: skip
     if 1 < size <= num_gpus and args.what == "full":
         for _ in range(2):
             settle()
@@ -164,6 +172,9 @@ def main() -> None:
     parser.add_argument("--staging", default="device")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--bucket-mib", type=int, default=0)
+    parser.add_argument(
+        "--delta", type=float, default=0.0, help="share of elements that change; send these alone"
+    )
     parser.add_argument("--replica-gpu", default="1")
     parser.add_argument("--memory", default="0.3")
     parser.add_argument(
@@ -211,7 +222,7 @@ def _ranks(args: argparse.Namespace, target: str, model: Path, what: str) -> Non
                str(args.ranks), "-m", "benchmarks.gpu_sharded", "--coordinator", target,
                "--model", str(model), "--what", what, "--pushes", str(args.pushes),
                "--backend", args.backend, "--pause", str(args.pause),
-               "--bucket-mib", str(args.bucket_mib),
+               "--bucket-mib", str(args.bucket_mib), "--delta", str(args.delta),
                *(["--dry"] if args.dry else [])]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:

@@ -28,12 +28,14 @@ from trainer_side.deltas.delta_push import (
     compare,
     delta_packing,
 )
+from trainer_side.packing.packer import gpu_of
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.push_request import DeltaUsage, PushPlan
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import FLAGS, Ranks, agreeing
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.manifest import MAX_WIRE_BUCKETS, mixed_plan
+from weft_rl.transport.group import CPU
 from weft_rl.v1 import publish_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class DeltaSelection:
     Args:
         mode: Choice of the user; the same on every rank.
         ranks: Ranks of the trainer.
-        selection: Selection of the device that buckets are packed on.
+        selection: Selection of the device that buckets are sent from.
     """
 
     def __init__(self, mode: DeltaMode, ranks: Ranks, selection: BackendSelection) -> None:
@@ -58,6 +60,8 @@ class DeltaSelection:
         self._history: dict[str, DeltaHistory] = {}
         self._refused = ""
         self._why = ""
+        #: Device on which the push under way is compared.
+        self._device = CPU
 
     def begin(self) -> None:
         """Forget what became of the push before."""
@@ -86,6 +90,7 @@ class DeltaSelection:
         """
         if self._mode == "never":
             return plan
+        self._device = self._device_for(plan)
         told = self._ranks.share(lambda: _encode(self._choice(plan)), all_wait=True)
         choice = _decode(told)
         push, self._why = plan.push, choice.why
@@ -121,7 +126,7 @@ class DeltaSelection:
         history, seconds = self._of(plan), transfer.staging.ToTimedelta().total_seconds()
         if isinstance(push, DeltaPush):
             history.share = transfer.sent_bytes / max(1, push.num_bytes)
-            if self._mode == "always" or history.pays(push.num_bytes, self._on_device(plan)):
+            if self._mode == "always" or history.pays(push.num_bytes, self._is_on_gpu):
                 history.was_useful()
             else:
                 history.was_useless()
@@ -139,8 +144,18 @@ class DeltaSelection:
             self.copy = None
             _log.warning("the next push sends all elements, for a new copy of them: %s", error)
 
-    def _on_device(self, plan: PushPlan) -> bool:
-        return self._selection.device_of(plan.backend).type != "cpu"
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._device.type != "cpu"
+
+    def _device_for(self, plan: PushPlan) -> torch.device:
+        """Return the device that buckets are packed on: also where they are sent from the host, the
+        GPU that their elements lie on."""
+        device, push = self._selection.device_of(plan.backend), plan.push
+        if device.type != "cpu" or push.sender is None or not push.is_comparable:
+            return device
+        runs = push.packing.runs
+        return (runs and gpu_of(push, runs[0])) or device
 
     def close(self) -> None:
         """Give the copy's memory back."""
@@ -163,7 +178,7 @@ class DeltaSelection:
             refusal=target.delta_refusal,
             takers_share=target.num_delta_replicas
             / max(1, target.num_replicas, target.num_delta_replicas),
-            on_device=self._on_device(plan),
+            on_device=self._is_on_gpu,
             num_bytes=push.num_bytes,
         )
         history = self._of(plan)
@@ -184,8 +199,7 @@ class DeltaSelection:
             return self.copy
         self.copy = None  # its memory, before the next is made
         try:
-            device = self._selection.device_of(plan.backend)
-            return CommittedCopy(plan.push.packing, device)
+            return CommittedCopy(plan.push.packing, self._device)
         except (RuntimeError, MemoryError) as error:
             _log.warning("there is no memory for the copy that deltas are made from: %s", error)
             return None
@@ -203,8 +217,7 @@ class DeltaSelection:
                 push.prepare()
             if push.sender is not None:
                 assert copy is not None, "it fits"
-                device = self._selection.device_of(plan.backend)
-                changes = compare(push, copy, device, finite=plan.finite)
+                changes = compare(push, copy, self._device, finite=plan.finite)
         values = torch.zeros(len(wires) + 1, dtype=torch.int64)
         if push.sender is not None:
             values[list(push.packing.plan.sent_by(push.sender))] = torch.tensor(changes.sizes)

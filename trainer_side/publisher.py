@@ -122,7 +122,8 @@ class Publisher:
             "never": no copy, no delta. Replicas that cannot take a delta are sent all elements in
             the same transfer. ``report.delta`` says what was done, and why.
         bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
-            in host memory, or on the accelerator three (four where replicas read them there).
+            in host memory (page-locked, and one more on the accelerator, where the weights lie
+            there), or on the accelerator three (four where replicas read them there).
         data_host: Address that the replicas reach this machine by; by default the
             one its routes choose towards the coordinator.
         device: The accelerator that NCCL sends from, for example "cuda:1"; by default

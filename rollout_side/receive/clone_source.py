@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from rollout_side.engine import SendOrder
+from rollout_side.memory.handoff import synchronize
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import SendableVersion
 from weft_rl.contract.backends import GLOO
@@ -83,7 +84,8 @@ class _Clone:
             rank.abort(TransferAbortedError("the replica is stopping"))
 
     def _run(self) -> None:
-        with on_device(self._device):
+        # The engine's, also where buckets are sent from the host: it reads its weights back.
+        with on_device(self._store.memory.device):
             self._attend()
 
     def _attend(self) -> None:
@@ -139,6 +141,8 @@ class CopiedBuckets:
         """Copy a bucket, digest it anew and seal it."""
         buffer = self._buffer(index)
         payload = self._copy.payload(index, buffer)
+        if payload.device.type == "cpu":
+            synchronize()  # a GPU writes to locked memory while this thread goes on
         digests = part_digests(payload, whole_parts(self.manifest, index))
         self._digests.append(digests)
         return seal_bucket(len(payload), self._nonce, index, digests)

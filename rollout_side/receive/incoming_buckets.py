@@ -2,8 +2,10 @@
 
 A bucket that travels whole is verified where it arrives: in the sink's own memory if that lies on
 the side group's device, else in a buffer of the ring. A bucket that lists its runs arrives in a
-buffer, and its runs are copied to their places in the sink's memory. One file: the ring, the loop
-that fills it and the two sinks agree on which memory a bucket has, and when it is free again.
+buffer, and its runs are copied to their places in the sink's memory. Where a side group receives on
+the host, and the sink's memory lies on a GPU, a bucket is copied there as it arrived, and verified
+there. One file: the ring, the loop that fills it and the two sinks agree on which memory a bucket
+has, and when it is free again.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from weft_rl.interrupts import report_while
 from weft_rl.tracing import Span
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
+from weft_rl.transport.host_memory import host_buffer
 from weft_rl.transport.member import Membership
 from weft_rl.transport.wire.buckets import (
     IN_ITS_BUFFER,
@@ -77,6 +80,11 @@ class ReceiveRing:
     ) -> None:
         self._manifest, self._plan, self._buffers = manifest, plan, buffers
         self.sink, self.ahead = sink, ahead
+
+    @property
+    def copies_to_gpu(self) -> bool:
+        """True if buckets arrive on the host, and are verified on a GPU."""
+        return False
 
     @property
     def is_dropped(self) -> bool:
@@ -127,7 +135,7 @@ class ReceiveRing:
             arrived: How the bucket has arrived; lent memory is read until the returned function has
                 ended.
         """
-        wire = self.wire(index)
+        wire, arrived = self._verified_memory(index, arrived)
         if self._plan.delta_from:
             verified = self._start_changes(index, wire, nonce, arrived)
         elif self._plan.lists_runs:
@@ -142,6 +150,13 @@ class ReceiveRing:
             self.sink.put(index, wire, verified())
 
         return end
+
+    def _verified_memory(
+        self, index: int, arrived: ArrivedBucket
+    ) -> tuple[torch.Tensor, ArrivedBucket]:
+        """Return the memory that a bucket which has arrived is verified in, and how it came
+        there."""
+        return self.wire(index), arrived
 
     def _start_changes(
         self, index: int, wire: torch.Tensor, nonce: int, arrived: ArrivedBucket
@@ -180,6 +195,50 @@ class ReceiveRing:
         return end
 
 
+class CopyingRing(ReceiveRing):
+    """Ring, as ``ReceiveRing``, whose buckets arrive on the host, and are copied to a GPU, where
+    the sink's memory is, and verified there: the host reads no bucket.
+
+    A bucket is copied and verified while the next one is received. Its buffer is received in again
+    only once it was verified, and that is after it was copied.
+
+    Args:
+        device: The sink's.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: SendPlan,
+        sink: Sink,
+        buffers: Mapping[int, torch.Tensor],
+        ahead: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(manifest, plan, sink, buffers, ahead)
+        assert buffers, "buckets arrive beside the sink's memory"
+        self._runs: torch.Tensor | None = None
+        if plan.lists_runs:  # one, since each is placed before the next one is copied
+            sizes = [bucket.wire_bytes for bucket in plan.buckets]
+            (self._runs,) = make_buffers(sizes, 1, device)
+
+    @property
+    def copies_to_gpu(self) -> bool:
+        return True
+
+    def _verified_memory(
+        self, index: int, arrived: ArrivedBucket
+    ) -> tuple[torch.Tensor, ArrivedBucket]:
+        own, size = self.wire(index), self.payload_bytes(index)
+        there = self._runs
+        if there is None:
+            there = self.sink.place(self._plan.buckets[index].bucket)
+            assert there is not None, "the sink's memory is there"
+        there[:size].copy_(own[:size], non_blocking=True)
+        tail = own[size:].numpy().tobytes()
+        return there[: own.numel()], ArrivedBucket(tail=tail)
+
+
 class DroppedRing:
     """Ring, as ``ReceiveRing``, of buckets that other receivers take: what arrives is dropped.
 
@@ -192,6 +251,7 @@ class DroppedRing:
     """
 
     is_dropped = copies_lent = True
+    copies_to_gpu = False
 
     def __init__(
         self,
@@ -235,8 +295,13 @@ class DroppedRing:
         return end
 
 
-def arrival_buffers(plan: SendPlan, ahead: int, device: torch.device) -> dict[int, torch.Tensor]:
+def arrival_buffers(
+    plan: SendPlan, ahead: int, device: torch.device, *, locked: bool = False
+) -> dict[int, torch.Tensor]:
     """Make a few buffers for each sender, which its buckets arrive in in turn.
+
+    Args:
+        locked: Lock those on the host, which are copied to a GPU.
 
     Returns:
         The buffer of each bucket, by its place in the plan.
@@ -244,18 +309,27 @@ def arrival_buffers(plan: SendPlan, ahead: int, device: torch.device) -> dict[in
     found: dict[int, torch.Tensor] = {}
     for sender in range(plan.num_senders):
         indices = plan.sent_by(sender)
-        buffers = make_buffers([plan.wire_bytes(i) for i in indices], ahead, device)
+        sizes = [plan.wire_bytes(i) for i in indices]
+        buffers = make_buffers(sizes, ahead, device, locked=locked)
         for nth, index in enumerate(indices):
             found[index] = buffers[nth % len(buffers)]
     return found
 
 
 def make_buffers(
-    sizes: Sequence[int], count: int, device: torch.device, *, more: int = 0
+    sizes: Sequence[int],
+    count: int,
+    device: torch.device,
+    *,
+    more: int = 0,
+    locked: bool = False,
 ) -> list[torch.Tensor]:
-    """Make buffers that each fit any bucket; no more than there are buckets. See ``make_each``."""
+    """Make buffers that each fit any bucket; no more than there are buckets. See ``make_each`` and
+    ``arrival_buffers``."""
 
     def make(num_bytes: int) -> torch.Tensor:
+        if device.type == "cpu":
+            return host_buffer(num_bytes, locked=locked)
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     return make_each(make, sizes, count, device, more)
@@ -320,8 +394,9 @@ def place_runs(
             run_bytes = wire[at + skipped : at + skipped + end - first]
             data[begin + first : begin + end].copy_(run_bytes, non_blocking=True)
         at += run.payload_bytes(size)
-    if wire.is_cuda:
-        torch.cuda.current_stream(wire.device).synchronize()
+    for device in {wire.device, data.device}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 _log = logging.getLogger(__name__)
@@ -518,9 +593,9 @@ class _ReceivePipeline:
     def abandon(self) -> None:
         """Block until nothing reads the buffers or lent memory. Only the group's lanes may still
         write."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" or self._ring.copies_to_gpu:
             with contextlib.suppress(RuntimeError):
-                torch.cuda.current_stream(self._device).synchronize()
+                torch.cuda.current_stream().synchronize()
         arrived = [self._arrived] if self._arrived is not None else []
         for operation in [*self._posted, *arrived, *[held[1] for held in self._verified]]:
             with contextlib.suppress(PeerUnavailableError):
@@ -549,7 +624,8 @@ class _ReceivePipeline:
         some time, and there may be many: that is reported."""
         verifying = partial(self._verifying, self._begin + index)
         try:
-            if self._device.type == "cuda" or self._ring.num_runs(index) < _MANY_RUNS:
+            is_on_gpu = self._device.type == "cuda" or self._ring.copies_to_gpu
+            if is_on_gpu or self._ring.num_runs(index) < _MANY_RUNS:
                 return read()
             return report_while(read, verifying)
         except DigestMismatchError as error:
@@ -630,6 +706,10 @@ class StagingTransfer:
             if partial.num_verified:
                 copy.copy_(data[: len(copy)])
             data, self._device_copy = copy, [copy]
+        if data.is_cuda and device.type == "cpu":
+            sink = StagingSink(partial, data, data.device)
+            buffers = arrival_buffers(plan, num_in_flight, device, locked=True)
+            return CopyingRing(manifest, plan, sink, buffers, num_in_flight, data.device)
         sink, buffers = StagingSink(partial, data, device), {}
         if plan.lists_runs or data.device != device:
             buffers = arrival_buffers(plan, num_in_flight, device)
@@ -692,7 +772,7 @@ class StagingSink:
     Args:
         partial: Verified part of the transfer; grows.
         data: uint8, for all buckets of the layout, one after the other with their trailers.
-        device: Device on which the side group receives.
+        device: Device on which buckets are verified.
     """
 
     def __init__(self, partial: PartialTransfer, data: torch.Tensor, device: torch.device) -> None:
@@ -713,8 +793,8 @@ class StagingSink:
         return True
 
     def place(self, bucket: int) -> torch.Tensor | None:
-        """Return the memory, on the side group's device, that a bucket of the layout may arrive in
-        as it travels; None if there is none."""
+        """Return the memory, on the device given, that a bucket of the layout may arrive in as it
+        travels; None if there is none."""
         return self._place(bucket) if self._is_on_device else None
 
     def assembly(self, bucket: int) -> BucketMemory | None:
@@ -760,7 +840,7 @@ class LoadingSink:
     Args:
         handoff: Queue that verified buckets are put in.
         plan: Plan of the transfer's buckets.
-        device: Device on which the side group receives.
+        device: Device on which buckets are verified.
         ahead: Receives that may be posted; a slow loader leaves fewer buffers free.
         check: Raises to end a wait for the loader, once ``handoff.wake`` was called.
         num_more: Further buffers to make if there is memory; with more of them, generation is
@@ -905,12 +985,19 @@ class InPlaceTransfer:
         check: Callable[[], None],
     ) -> ReceiveRing:
         # Buckets that come again are verified and dropped.
-        plan, manifest = self.plan, self.manifest
+        plan, manifest, place = self.plan, self.manifest, self._memory.device
+        copies = place.type == "cuda" and device.type == "cpu"
         # Made before the further buffers take the memory.
-        buffers = arrival_buffers(plan, num_in_flight, device) if plan.lists_runs else {}
+        buffers = {}
+        if plan.lists_runs or copies:
+            buffers = arrival_buffers(plan, num_in_flight, device, locked=copies)
+        # Buckets that were received wait for the loader on the GPU: so generation pauses late.
+        own = place if copies else device
         largest = max(bucket.wire_bytes for bucket in manifest.buckets)
-        num_more = self._memory.room_for(largest, device, self._bound_bytes, num_in_flight)
-        sink = LoadingSink(self._handoff, plan, device, num_in_flight, check, num_more)
+        num_more = self._memory.room_for(largest, own, self._bound_bytes, num_in_flight)
+        sink = LoadingSink(self._handoff, plan, own, num_in_flight, check, num_more)
+        if copies:
+            return CopyingRing(manifest, plan, sink, buffers, num_in_flight, own)
         return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:

@@ -142,7 +142,8 @@ class GroupReceiver:
     # -- on the group's own thread -----------------------------------------
 
     def _run(self) -> None:
-        with on_device(self._device):
+        # Also what arrives on the host is put on the engine's GPU, beside the engine's own work.
+        with on_device(self._store.memory.device):
             self._attend()
 
     def _attend(self) -> None:

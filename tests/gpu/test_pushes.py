@@ -431,14 +431,37 @@ def test_bytes_move_over_what_is_chosen(place: Place, note: Note) -> None:
         with place.pushed.publisher(backend="nccl") as publisher, refused:
             publisher.push_base(place.model)
     chosen = []
-    for backend in ("auto", "gloo") if shares else ("auto", "nccl", "gloo"):
+    for backend in ("auto", *([] if shares else ["nccl"]), "stream", "gloo"):
         with place.pushed.publisher(backend=backend) as publisher:
             report = publisher.push_base(place.model).report
             chosen.append(report.backend)
         found = answers(place.pushed.url, "base-model")
         assert answers_alike(place.kind, found, answers(place.fresh, "base-model"))
-    assert chosen == ["one-sided", *([] if shares else ["nccl"]), "gloo"]
+    assert chosen == ["one-sided", *([] if shares else ["nccl"]), "stream", "gloo"]
     note(place.kind, f"a base over {', '.join(chosen)}", "bitwise a fresh engine's")
+
+
+@pytest.mark.parametrize("where", ["pushed", "in_place"])
+def test_a_base_over_streams_answers_as_a_fresh_engine(
+    place: Place, where: str, note: Note
+) -> None:
+    """By way of the host's memory at both ends, in buffers that are used again and again; then as a
+    delta, which is compared on the trainer's GPU."""
+    pushed: Pushed = getattr(place, where)
+    settings = {"backend": "stream", "bucket_bytes": 4 * 2**20}
+    found = check_base(place, pushed, **settings)
+    expected = answers(place.fresh, "base-model")
+    with pushed.publisher(delta="always", **settings) as publisher:
+        publisher.push_base(make_model(place.kind, 1))
+        other = make_model(place.kind, 1)
+        with torch.no_grad():
+            next(other.parameters())[1] *= -1.5
+        publisher.push_base(other)
+        report = publisher.push_base(place.model).report
+    assert report.backend == "stream"
+    assert report.delta.is_delta is (where == "pushed" or place.kind != "fp8"), report.delta
+    assert answers_alike(place.kind, answers(pushed.url, "base-model"), expected)
+    note(place.kind, f"5 bases and a delta over streams, {where.replace('_', ' ')}", found)
 
 
 def test_both_ranks_get_what_one_received(wide: Place, note: Note) -> None:

@@ -86,7 +86,8 @@ class CommittedCopy:
             self.totals = [0] * len(self.packing.manifest.tensors)
         for run, digest in zip(packed.runs, packed.digests, strict=True):
             self.totals[run.tensor] = (self.totals[run.tensor] + digest) % 2**64
-        self._payloads[nth].copy_(payload, non_blocking=True)
+        # On the host nothing waits for a copy but this thread.
+        self._payloads[nth].copy_(payload, non_blocking=payload.is_cuda)
         self._note_written()
         self._num_put += 1
 

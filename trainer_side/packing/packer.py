@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -26,6 +27,7 @@ from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.copies import PIECE_BYTES, PlacedRange, pack_digesting, pack_tensors
 from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
 from weft_rl.transport.group import CPU, window
+from weft_rl.transport.host_memory import uses_gpu
 from weft_rl.transport.wire.buckets import (
     SealedBucket,
     changes_parts,
@@ -33,6 +35,8 @@ from weft_rl.transport.wire.buckets import (
     seal_bucket,
     whole_parts,
 )
+
+_log = logging.getLogger(__name__)
 
 #: The smallest magnitude bits of what is no number; E4M3FN has one NaN and no infinity.
 _FP8_LIMITS = {DataType.FLOAT8_E4M3FN: 0x7F, DataType.FLOAT8_E5M2: 0x7C}
@@ -211,6 +215,18 @@ class PackedBucket:
     runs: Sequence[Run]
     digests: Sequence[int]
     """Digest of each run."""
+    payload: torch.Tensor
+    """Its payload where it was packed, until the next one is."""
+
+
+def gpu_of(reader: Reader, runs: Sequence[Run]) -> torch.device | None:
+    """Return the one GPU that all elements of known runs lie on, but for computed ones; None if
+    there is no such GPU."""
+    if not uses_gpu():
+        return None
+    devices = {tensor.device for tensor in reader.by_reference(runs) if tensor is not None}
+    device = devices.pop() if len(devices) == 1 else CPU
+    return device if device.type == "cuda" else None
 
 
 class Packer:
@@ -218,6 +234,9 @@ class Packer:
 
     Views are made once a packing: making them anew costs more than copying into them for models of
     many small tensors.
+
+    Where buffers lie on the host, and a bucket's elements on a GPU, the bucket is packed and
+    digested there, in one buffer more, and copied to its own in one piece.
 
     Args:
         packing: Buckets to pack.
@@ -242,6 +261,8 @@ class Packer:
         self._wires = [packing.plan.buckets[index] for index in self._indices]
         self.buffers = self._made_buffers(buffers)
         self._views = self._made_views()
+        self._on_gpu: Packer | None = None
+        self._has_room = True
 
     def pack(
         self,
@@ -273,6 +294,8 @@ class Packer:
         runs: Sequence[Run]
         if packing.plan.delta_from:
             return self._pack_changes(nth, reader, nonce, payload)
+        if (on_gpu := self._gpu_packer(nth, reader)) is not None:
+            return on_gpu.pack_for(payload, nth, reader, nonce, finite=finite)
         if packing.runs is None:
             runs, found = reader.announce(payload, on_progress)
             begun, slots = Digests(found), self._slots(wire.bucket, runs) if finite else []
@@ -284,18 +307,50 @@ class Packer:
         digests = begun.wait()
         listed = runs if packing.plan.lists_runs else None
         sealed = seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, listed)
-        return PackedBucket(sealed, runs, digests)
+        return PackedBucket(sealed, runs, digests, payload)
+
+    def pack_for(
+        self, out: torch.Tensor, nth: int, reader: Reader, nonce: int, *, finite: bool
+    ) -> PackedBucket:
+        """Pack a bucket on this packer's GPU, and copy its payload to host memory; see ``pack``.
+        Blocks until it is there."""
+        # A thread of its own begins with the first GPU.
+        with torch.cuda.device_of(self.buffers[0]):  # type: ignore[no-untyped-call]
+            packed = self.pack(nth, reader, nonce, finite=finite)
+            out.copy_(packed.payload)
+        return packed
+
+    def _gpu_packer(self, nth: int, reader: Reader) -> Packer | None:
+        """Return the packer on the GPU that a bucket's elements lie on; None where the buffers lie
+        there, or the elements do not, or it has no room."""
+        runs = self.packing.runs
+        if runs is None or self._device.type != "cpu" or not self._has_room:
+            return None
+        device = gpu_of(reader, runs[nth])
+        if device is None:
+            return None
+        if self._on_gpu is None or self._on_gpu._device != device:
+            self._on_gpu = None  # its memory, before the next is made
+            try:
+                self._on_gpu = Packer(self.packing, device=device, most_buffers=1)
+            except torch.OutOfMemoryError as error:
+                self._has_room = False
+                _log.warning("weights are packed on the host, which is slower: %s", error)
+        return self._on_gpu
 
     def _pack_changes(
         self, nth: int, reader: Reader, nonce: int, payload: torch.Tensor
     ) -> PackedBucket:
         """Seal a delta's bucket: what it changes was read, and is known, already."""
         assert self.packing.runs is not None, "a delta is of known runs"
-        payload.copy_(reader.changes(nth), non_blocking=True)
-        digests = start_digests(payload, changes_parts(len(payload))).wait()
+        changes = reader.changes(nth)
+        # On the host nothing waits for a copy but this thread.
+        payload.copy_(changes, non_blocking=payload.is_cuda)
+        content = payload if payload.device == changes.device else changes
+        digests = start_digests(content, changes_parts(len(payload))).wait()
         runs = self.packing.runs[nth]
         sealed = seal_bucket(len(payload), nonce, self._indices[nth], digests, runs)
-        return PackedBucket(sealed, (), ())
+        return PackedBucket(sealed, (), (), payload)
 
     def read(self, nth: int, reader: Reader) -> tuple[torch.Tensor, Sequence[TensorSlot]]:
         """Fill this sender's bucket ``nth`` and seal nothing; see ``pack``.
@@ -448,8 +503,7 @@ class PackedBuckets:
             packed = self._packer.pack(
                 index, self._reader, self._nonce, finite=self._finite, on_progress=on_progress
             )
-            payload = self._packer.wire(index)[: packed.sealed.payload_bytes]
-            self._reader.on_packed(index, payload, packed)
+            self._reader.on_packed(index, packed.payload, packed)
             if index + 1 == len(self.plan.sent_by(self.sender)):
                 self._reader.end_packing()
         except BaseException:

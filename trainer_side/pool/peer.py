@@ -123,7 +123,7 @@ class SideGroupRank:
         sender = self._sender
         assert sender is not None  # it has joined
         over: Future[None] = Future()
-        in_stream = same_stream(sender.device)
+        in_stream = same_stream(self._selection.accelerator)  # packed there, or read from there
 
         def send() -> None:
             with in_stream():

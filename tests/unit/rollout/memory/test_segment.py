@@ -20,7 +20,12 @@ from rollout_side.memory.segment import (
 )
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import BucketContents, PartialTransfer, StagedVersion
-from rollout_side.receive.incoming_buckets import ReceiveRing, StagingSink, arrival_buffers
+from rollout_side.receive.incoming_buckets import (
+    CopyingRing,
+    ReceiveRing,
+    StagingSink,
+    arrival_buffers,
+)
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import plan_buckets, whole_plan
@@ -184,6 +189,14 @@ def _ring(data: torch.Tensor, device: torch.device) -> ReceiveRing:
     return ReceiveRing(MANIFEST, plan, StagingSink(partial, data, device), buffers, 2)
 
 
+def _copying_ring(data: torch.Tensor) -> ReceiveRing:
+    """Return a ring that copies what has arrived to the sink's memory, as to that of a GPU."""
+    plan = whole_plan(MANIFEST)
+    partial = PartialTransfer("t", "trainer", MANIFEST, HostSegment.allocate(SIZE), [])
+    sink, buffers = StagingSink(partial, data, CPU), arrival_buffers(plan, 2, CPU)
+    return CopyingRing(MANIFEST, plan, sink, buffers, 2, CPU)
+
+
 def send(buffers: ReceiveRing, index: int, nonce: int = NONCE) -> torch.Tensor:
     """Put a bucket where it is received, as its sender does; returns its payload."""
     bucket, wire = MANIFEST.buckets[index], buffers.wire(index)
@@ -194,10 +207,10 @@ def send(buffers: ReceiveRing, index: int, nonce: int = NONCE) -> torch.Tensor:
     return payload.clone()
 
 
-@pytest.mark.parametrize("device", [CPU, ELSEWHERE])
-def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
+@pytest.mark.parametrize("device", [CPU, ELSEWHERE, None])
+def test_buckets_come_to_lie_one_after_the_other(device: torch.device | None) -> None:
     data = torch.zeros(SIZE, dtype=torch.uint8)
-    buffers = _ring(data, device)
+    buffers = _copying_ring(data) if device is None else _ring(data, device)
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
         payload = send(buffers, index)
@@ -205,6 +218,20 @@ def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
         assert torch.equal(data[at : at + payload.numel()], payload)
         at += bucket.wire_bytes
     assert len(MANIFEST.buckets) > buffers.ahead  # so that buffers were used again
+
+
+def test_a_garbled_bucket_that_comes_again_is_copied_again() -> None:
+    data = torch.zeros(SIZE, dtype=torch.uint8)
+    buffers = _copying_ring(data)
+    payload = send(buffers, 0)
+    buffers.wire(0)[5] += 1
+    with pytest.raises(DigestMismatchError):
+        buffers.accept(0, NONCE)()
+    assert buffers.num_kept == 0
+    buffers.wire(0)[5] -= 1
+    buffers.accept(0, NONCE)()
+    assert buffers.num_kept == 1
+    assert torch.equal(data[: payload.numel()], payload)
 
 
 def test_a_bucket_of_another_transfer_does_not_land() -> None:

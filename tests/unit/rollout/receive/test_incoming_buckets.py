@@ -56,7 +56,7 @@ class _Lent:
 class _OtherBytes:
     """Ring of one bucket and its sink, that finds other bytes than were sent."""
 
-    num_kept, ahead, copies_lent, is_dropped = 0, 1, True, False
+    num_kept, ahead, copies_lent, is_dropped, copies_to_gpu = 0, 1, True, False, False
 
     def __init__(self, *, at_once: bool, num_wrong: int = 2, why: str = "") -> None:
         self._at_once, self._num_wrong, self._why = at_once, num_wrong, why

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
-from rollout_side.receive.incoming_buckets import ReceiveRing, StagingSink, arrival_buffers
+from rollout_side.receive.incoming_buckets import (
+    CopyingRing,
+    ReceiveRing,
+    StagingSink,
+    arrival_buffers,
+)
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import (
@@ -84,24 +89,30 @@ def fill(wire: torch.Tensor, manifest: Manifest, index: int, payload: torch.Tens
     seal_wire(wire, payload.numel(), NONCE, index, digests, runs)
 
 
-def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, ReceiveRing]:
+def receiving(
+    manifest: Manifest, plan: SendPlan, *, copies: bool = False
+) -> tuple[PartialTransfer, ReceiveRing]:
     segment = HostSegment.allocate(manifest.wire_bytes)
     segment.data.fill_(0xAB)  # it was used before
     partial = PartialTransfer("t1", "trainer", manifest, segment, [], lists_runs=True)
     sink = StagingSink(partial, segment.data, CPU)
+    if copies:  # as to a GPU
+        buffers = arrival_buffers(plan, 2, CPU)
+        return partial, CopyingRing(manifest, plan, sink, buffers, 2, CPU)
     return partial, ReceiveRing(manifest, plan, sink, arrival_buffers(plan, 2, CPU), 2)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 1000), min_size=4, max_size=4))
-def test_whatever_was_cut_lies_whole_in_the_segment(cuts: list[int]) -> None:
+@given(st.lists(st.integers(0, 1000), min_size=4, max_size=4), st.booleans())
+def test_whatever_was_cut_lies_whole_in_the_segment(cuts: list[int], copies: bool) -> None:
     manifest = layout()
     plan, carried = planned(manifest, cuts)
     tensors = [torch.randn(shape) for shape in SHAPES]
-    partial, buffers = receiving(manifest, plan)
+    partial, buffers = receiving(manifest, plan, copies=copies)
     for index, runs in enumerate(carried):
         fill(buffers.wire(index), manifest, index, packed(manifest, tensors, runs), runs)
         buffers.accept(index, NONCE)()
+        buffers.wire(index).fill_(0xCD)  # it may be received in again
         assert buffers.sink.num_kept == index + 1
     starts, data = bucket_starts(manifest), partial.segment.data
     for slot, tensor in zip(manifest.tensors, tensors, strict=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle, pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.shards import held_push
 from tests.doubles.wire import put_tail
+from trainer_side.packing import packer as packer_module
 from trainer_side.packing.packer import Packer
 from trainer_side.params.elements import Elements, HeldRun
 from trainer_side.params.sharded import Sharded, held_by
@@ -21,6 +24,7 @@ from weft_rl.contract.errors import NotFiniteError
 from weft_rl.contract.manifest import Manifest, Run, check_coverage, plan_buckets
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.group import CPU
 from weft_rl.transport.wire.buckets import tensor_sums, verify_runs
 
 _NONCE = 77
@@ -66,9 +70,14 @@ def _sent(
     num_ranks: int,
     served: DataType,
     capacity_bytes: int,
+    *,
+    aside: bool,
 ) -> tuple[Manifest, list[Run], dict[int, torch.Tensor], list[int]]:
-    """What receivers make of it: the tensors' bytes, and their digests as the senders add them
-    up."""
+    """What receivers make of it: the tensors' bytes, and their digests as the senders add them up.
+
+    Args:
+        aside: Pack as elements on a GPU are packed, in a buffer beside those that are sent.
+    """
     source = _Whole(tensors, served)
     manifest = plan_buckets(source.metas, capacity_bytes)
     received = {i: torch.zeros(m.num_bytes, dtype=torch.uint8) for i, m in enumerate(source.metas)}
@@ -87,7 +96,9 @@ def _sent(
         for buffer in packer.buffers:
             buffer.fill_(255)
         for nth, index in enumerate(packing.plan.sent_by(sender)):
-            packed = packer.pack(nth, own, _NONCE)
+            with _packed_aside() if aside else nullcontext():
+                packed = packer.pack(nth, own, _NONCE)
+            assert (packed.payload.data_ptr() != packer.wire(nth).data_ptr()) == aside
             for run, digest in zip(packed.runs, packed.digests, strict=True):
                 totals[run.tensor] = (totals[run.tensor] + digest) % 2**64
             put_tail(packer.wire(nth), packed.sealed)
@@ -99,6 +110,12 @@ def _sent(
             digests += parts
     assert tensor_sums(manifest, seen, digests) == totals
     return manifest, sent, received, totals
+
+
+def _packed_aside() -> AbstractContextManager[object]:
+    """Let a packer take this host for a GPU, but for the packer that it makes there."""
+    found = cycle([CPU, None])
+    return patch.object(packer_module, "gpu_of", lambda reader, runs: next(found))
 
 
 def _place(
@@ -147,15 +164,21 @@ def _held(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[HeldRun]]
 
 @settings(max_examples=60, deadline=None)
 @given(
-    _held(), st.sampled_from([DataType.FLOAT32, DataType.BFLOAT16]), st.sampled_from([512, 8192])
+    _held(),
+    st.sampled_from([DataType.FLOAT32, DataType.BFLOAT16]),
+    st.sampled_from([512, 8192]),
+    st.booleans(),
 )
 def test_what_ranks_pack_is_every_tensor_once(
     case: tuple[dict[str, torch.Tensor], list[list[HeldRun]], int],
     served: DataType,
     capacity_bytes: int,
+    aside: bool,
 ) -> None:
     tensors, runs, num_ranks = case
-    manifest, sent, received, totals = _sent(tensors, runs, num_ranks, served, capacity_bytes)
+    manifest, sent, received, totals = _sent(
+        tensors, runs, num_ranks, served, capacity_bytes, aside=aside
+    )
     check_coverage(
         [slot.meta for slot in manifest.tensors],
         sent,
