@@ -120,8 +120,7 @@ class LiveGroups:
         if live.slow is None and links.random() < 0.2:
             live.slow = links.choice([*live.group.receivers])
         if live.slow is not None:
-            slow = self._world.slow_links.setdefault(transfer_id, set())
-            slow.add(live.group.member_name(live.slow))
+            self._world.slow_links.add(live.group.member_name(live.slow))
         return live.hops()
 
     def carry_out(self, effect: effects.Effect) -> None:
