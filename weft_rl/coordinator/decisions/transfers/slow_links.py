@@ -54,7 +54,10 @@ def between_members(
 def slow_replica(
     hops: Mapping[tuple[str, str], Hop], replicas: Collection[str]
 ) -> SlowReplica | None:
-    """Return the slowest of the replicas that hold the others up; None if none does."""
+    """Return the slowest of the replicas that hold the others up; None if none does.
+
+    O(n log n) for n hops: a chain of a thousand replicas is looked at with each tick.
+    """
     rates = {
         between: hop.rate
         for between, hop in hops.items()
@@ -62,23 +65,48 @@ def slow_replica(
         and hop.num_bytes >= _LEAST_BYTES
         and not hop.between_sites
     }
-    found = []
+    speeds, found = _Speeds(rates), []
     for (source, target), rate in rates.items():
         is_full = hops[source, target].num_waiting >= rate * _WAITING_SECONDS
         if target not in replicas or not is_full:
             continue
-        others = {between: rate for between, rate in rates.items() if target not in between}
-        paces = {name: _speed(name, others) for between in others for name in between}
-        pace = min(paces.values(), default=0.0)
-        out = [rate for (name, _), rate in rates.items() if name == target]
-        is_slow_both_ways = bool(out) and max(out) <= rate * _ALIKE
-        if rate <= pace * _SHARE and (source in paces or is_slow_both_ways):
+        pace = speeds.least_without(target)
+        is_source_known = speeds.without(source, target) > 0
+        if rate <= pace * _SHARE and (is_source_known or speeds.is_slow_both_ways(target, rate)):
             found.append(SlowReplica(target, rate, pace))
     return min(found, key=lambda slow: slow.rate, default=None)
 
 
-def _speed(name: str, rates: Mapping[tuple[str, str], float]) -> float:
-    """Return what a host's link carries at least, by what it has sent and received; what goes to
-    several, or comes from several, adds up."""
-    sent = sum(rate for (source, _), rate in rates.items() if source == name)
-    return max(sent, sum(rate for (_, target), rate in rates.items() if target == name))
+class _Speeds:
+    """What hosts' links carry at least, by what they have sent and received; what goes to several,
+    or comes from several, adds up."""
+
+    def __init__(self, rates: Mapping[tuple[str, str], float]) -> None:
+        self._sent: dict[str, dict[str, float]] = {}
+        self._received: dict[str, dict[str, float]] = {}
+        for (source, target), rate in rates.items():
+            self._sent.setdefault(source, {})[target] = rate
+            self._received.setdefault(target, {})[source] = rate
+        names = self._sent.keys() | self._received.keys()
+        self._ascending = sorted((self.without(name, ""), name) for name in names)
+
+    def without(self, name: str, other: str) -> float:
+        """Return what a host's link carries beside what it has to do with another host; 0 if
+        nothing is known."""
+        ways = self._sent.get(name, {}), self._received.get(name, {})
+        return max(sum(rate for peer, rate in way.items() if peer != other) for way in ways)
+
+    def least_without(self, name: str) -> float:
+        """Return the least that is known of the others' links; 0 if nothing is."""
+        peers = self._sent.get(name, {}).keys() | self._received.get(name, {}).keys()
+        near = (self.without(peer, name) for peer in peers)
+        far = (speed for speed, other in self._ascending if other != name and other not in peers)
+        known = [speed for speed in near if speed > 0]
+        if (slowest := next(far, None)) is not None:
+            known.append(slowest)
+        return min(known, default=0.0)
+
+    def is_slow_both_ways(self, name: str, rate: float) -> bool:
+        """Return whether a host sends as slowly as it receives."""
+        sent = self._sent.get(name, {})
+        return bool(sent) and max(sent.values()) <= rate * _ALIKE
