@@ -44,14 +44,18 @@ HELLO_BYTES: Final = STREAM_HEAD_BYTES + bytes_codec(LaneHello).max_bytes
 # How long a link may be silent, by the kernels' own packets: a peer that is merely busy answers
 # them. Less than the coordinator grants a member that says nothing.
 _DEAD_MILLISECONDS: Final = 3_000
-_OPTIONS: Final = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MILLISECONDS),
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _DEAD_MILLISECONDS // 1000),
-)
+
+
+def _options() -> tuple[tuple[int, int, int], ...]:
+    """Return the options of every connection; other systems than Linux have not all of them."""
+    return (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MILLISECONDS),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _DEAD_MILLISECONDS // 1000),
+    )
 
 
 class LaneCounters(NamedTuple):
@@ -81,7 +85,7 @@ class Lane:
         self._deadline: float | None = None
         close_in_children(connected)
         try:
-            for level, option, value in _OPTIONS:
+            for level, option, value in _options():
                 connected.setsockopt(level, option, value)
         except OSError as error:
             connected.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,3 +73,22 @@ def test_an_address_that_a_router_translates_is_listened_for_everywhere() -> Non
 def test_a_name_that_nobody_knows_is_refused() -> None:
     with pytest.raises(StreamError, match=r"no lane can be listened for at nobody\.invalid"):
         open_lane("nobody.invalid", b"a" * 16, refuse)
+
+
+#: What Linux alone has, so that other systems' modules have not.
+_ELSEWHERE = """
+import socket, sys, torch
+del socket.TCP_USER_TIMEOUT, socket.TCP_INFO, socket.SOCK_CLOEXEC, socket.SO_PEERCRED
+sys.platform = "darwin"
+from weft_rl.transport.backends import available_backends
+import trainer_side
+print(*available_backends(torch.device("cpu")))
+"""
+
+
+def test_a_trainer_on_another_system_has_gloo() -> None:
+    words = [sys.executable, "-c", _ELSEWHERE]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "gloo" in ended.stdout.split()
+    assert "stream" not in ended.stdout.split()
