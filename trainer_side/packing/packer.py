@@ -27,7 +27,6 @@ from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.copies import PIECE_BYTES, PlacedRange, pack_digesting, pack_tensors
 from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
 from weft_rl.transport.group import CPU, window
-from weft_rl.transport.host_memory import uses_gpu
 from weft_rl.transport.wire.buckets import (
     SealedBucket,
     changes_parts,
@@ -222,7 +221,7 @@ class PackedBucket:
 def gpu_of(reader: Reader, runs: Sequence[Run]) -> torch.device | None:
     """Return the one GPU that all elements of known runs lie on, but for computed ones; None if
     there is no such GPU."""
-    if not uses_gpu():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     devices = {tensor.device for tensor in reader.by_reference(runs) if tensor is not None}
     device = devices.pop() if len(devices) == 1 else CPU

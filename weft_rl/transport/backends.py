@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from weft_rl.contract.backends import BACKENDS, NCCL, ONE_SIDED, STREAM
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
-from weft_rl.transport.host_memory import host_buffer, uses_gpu
+from weft_rl.transport.host_memory import host_buffer
 from weft_rl.transport.one_sided import directory, memory
 from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
@@ -164,7 +164,7 @@ def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor
     """
     if backend == ONE_SIDED:
         return memory.allocate(num_bytes, device)
-    if device.type == "cpu" and uses_gpu():
+    if device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return host_buffer(num_bytes, locked=True).zero_()
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 

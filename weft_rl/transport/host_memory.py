@@ -26,11 +26,6 @@ def host_buffer(num_bytes: int, *, locked: bool) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def uses_gpu() -> bool:
-    """Return whether this process has work on a GPU, and so locks what it copies there."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 @cache
 def _warn_once(reason: str) -> None:
     _log.warning(

@@ -37,7 +37,7 @@ def test_a_process_without_a_gpu_locks_nothing(locked: list[int]) -> None:
 def test_one_that_uses_a_gpu_sends_from_locked_zeros(
     locked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "uses_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not backends.allocate("gloo", 4096, CPU).any()
     assert locked == [4096]
 
