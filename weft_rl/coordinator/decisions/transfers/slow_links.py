@@ -65,7 +65,7 @@ def slow_replica(
         and hop.num_bytes >= _LEAST_BYTES
         and not hop.between_sites
     }
-    speeds, found = _Speeds(rates), []
+    speeds, found = _LinkTable(rates), []
     for (source, target), rate in rates.items():
         is_full = hops[source, target].num_waiting >= rate * _WAITING_SECONDS
         if target not in replicas or not is_full:
@@ -77,9 +77,9 @@ def slow_replica(
     return min(found, key=lambda slow: slow.rate, default=None)
 
 
-class _Speeds:
-    """What hosts' links carry at least, by what they have sent and received; what goes to several,
-    or comes from several, adds up."""
+class _LinkTable:
+    """Table of what hosts' links carry at least, by what they have sent and received; what goes to
+    several hosts, or comes from several, adds up."""
 
     def __init__(self, rates: Mapping[tuple[str, str], float]) -> None:
         self._sent: dict[str, dict[str, float]] = {}
