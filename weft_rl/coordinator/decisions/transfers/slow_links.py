@@ -5,7 +5,9 @@ bytes move steadily every link carries the same, so one is known to be slow by t
 wait at its source, and the others could carry more. It has two ends, and either may be the cause.
 A host's link is taken to be as fast in as out: so a source that has sent to, or received from,
 somebody else at a higher rate is not the cause. Of a source that has nobody else (a trainer)
-nothing is known; then the target is the cause if it sends as slowly as it receives.
+nothing is known; then the target is the cause if it sends as slowly as it receives, and the others
+are faster by more: where bytes trickle, a link that lets bursts through looks some times as fast
+as it is.
 
 A link between two sites is taken as it is.
 """
@@ -20,7 +22,7 @@ from weft_rl.coordinator.decisions.state.transfer import Group, Hop
 # Less than this says nothing of a link.
 _LEAST_SECONDS, _LEAST_BYTES = 0.1, 2**16
 # A link is slow that carries this part of what the others could.
-_SHARE = 1 / 3
+_SHARE, _SHARE_OF_UNKNOWN = 1 / 3, 1 / 6
 # Bytes wait at a link that are more than it carries in this time.
 _WAITING_SECONDS = 0.1
 # A host sends as slowly as it receives, if not by more than this factor faster.
@@ -71,8 +73,11 @@ def slow_replica(
         if target not in replicas or not is_full:
             continue
         pace = speeds.least_without(target)
-        is_source_known = speeds.without(source, target) > 0
-        if rate <= pace * _SHARE and (is_source_known or speeds.is_slow_both_ways(target, rate)):
+        if speeds.without(source, target) > 0:
+            is_slow = rate <= pace * _SHARE
+        else:
+            is_slow = rate <= pace * _SHARE_OF_UNKNOWN and speeds.is_slow_both_ways(target, rate)
+        if is_slow:
             found.append(SlowReplica(target, rate, pace))
     return min(found, key=lambda slow: slow.rate, default=None)
 

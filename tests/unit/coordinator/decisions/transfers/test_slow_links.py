@@ -67,6 +67,17 @@ def test_who_trickles_is_not_waited_for() -> None:
     assert slow_replica(hops, REPLICAS) is None
 
 
+def test_links_that_let_bursts_through_are_no_faster_for_it() -> None:
+    """All are alike; those that everybody waits for show it, and the others more."""
+    hops = {
+        ("trainer", "a"): hop(6.0e6, MANY),
+        ("a", "b"): hop(6.5e6, MANY),
+        ("b", "c"): hop(20e6),
+        ("c", "d"): hop(22e6),
+    }
+    assert slow_replica(hops, REPLICAS) is None
+
+
 def test_a_link_between_sites_is_as_it_is() -> None:
     hops = chain({}) | {("b", "c"): hop(SLOW, MANY, between_sites=True)}
     assert slow_replica(hops, REPLICAS) is None
