@@ -34,7 +34,7 @@ class _LiveGroup:
         self.slow: int | None = None
 
     def hops(self) -> dict[tuple[int, int], Hop]:
-        """What the members measure in a chain; nothing before somebody's link is slow."""
+        """Return what the members measure in a chain; nothing before somebody's link is slow."""
         chain = (0, *self.group.receivers)
         if self.slow is None:
             return {}
@@ -120,7 +120,8 @@ class LiveGroups:
         if live.slow is None and links.random() < 0.2:
             live.slow = links.choice([*live.group.receivers])
         if live.slow is not None:
-            self._world.slow_links.add(live.group.member_name(live.slow))
+            slow = live.group.trainer_id, live.group.member_name(live.slow)
+            self._world.slow_links.add(slow)
         return live.hops()
 
     def carry_out(self, effect: effects.Effect) -> None:

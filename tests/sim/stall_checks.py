@@ -99,7 +99,8 @@ class StallChecks:
     def _check_slow(self, transfer: Transfer) -> None:
         for name, failure in transfer.losses.items():
             if failure.reason == "TOO_SLOW" and "its link" in failure.message:
-                if name not in self._world.slow_links:  # a kept group may say so late
+                # A kept group may say so a moment after the sender's next push has begun.
+                if (transfer.trainer_id, name) not in self._world.slow_links:
                     fail(f"{transfer.transfer_id} was left by {name}, whose link is not slow")
                 if purpose_of(transfer).requires(name):
                     fail(f"{transfer.transfer_id} was left by {name}, which it requires")

@@ -88,8 +88,8 @@ class World:
         #: Where some replicas can take a delta and others cannot.
         self.mixed = Random(f"mixed of {seed}")
         links = Random(f"links of {seed}")
-        #: Members whose link was slow, and what chooses them, where some are.
-        self.slow_links: set[str] = set()
+        #: By who sent, members whose link was slow; and what chooses them, where some are.
+        self.slow_links: set[tuple[str, str]] = set()
         self.links = links if links.random() < 0.3 else None
         self.sends_deltas, self.delta_failure = self.deltas.random() < 0.5, 0.0
         undo = Random(f"undo of {seed}")

@@ -332,7 +332,7 @@ def sent_text(transfer: publish_pb2.Transfer, unit: str = "") -> str:
 
 def hop_text(hop: publish_pb2.Hop) -> str:
     """Format what a link between two members carried: ``A to B: 1.20 MB/s (3.1 MB wait)``."""
-    speed = rate(hop.num_bytes, duration_from_proto(hop.busy))
+    speed = rate(hop.num_bytes, duration_from_proto(hop.busy)) or "too short to measure"
     waiting = f" ({shown_bytes(hop.num_waiting)} wait)" if hop.num_waiting else ""
     sites = ", between sites" if hop.between_sites else ""
     return f"{hop.source} to {hop.target}: {speed}{sites}{waiting}"

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from rich.console import Console
 
 from weft_rl.cli import status
-from weft_rl.cli.status import render, sent_text, stale_draft, vector_text
+from weft_rl.cli.status import hop_text, render, sent_text, stale_draft, vector_text
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
@@ -323,6 +323,7 @@ def test_the_slowest_link_is_named_and_whether_bytes_are_encrypted() -> None:
     text = shown(pb.GetPoolResponse(last_transfer=last), 200)
     assert "over stream, encrypted: chosen by the trainer" in text
     assert "slowest link: a to b: 1.2 MB/s, between sites (3.10 MB wait)" in text
+    assert hop_text(hop("a", "b", 0)) == "a to b: too short to measure"
     last.hops[0].encrypted = False
     assert "over stream, partly in plaintext: " in shown(
         pb.GetPoolResponse(last_transfer=last), 200

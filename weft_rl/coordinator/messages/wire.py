@@ -149,7 +149,7 @@ def transfer_to_proto(
 
 
 def _hops(hops: Mapping[tuple[str, str], Hop]) -> list[publish_pb2.Hop]:
-    slowest = sorted(hops.items(), key=lambda entry: entry[1].rate)
+    slowest = sorted(hops.items(), key=lambda entry: entry[1].rate or float("inf"))
     return [
         _hop(hop, source=source, target=target) for (source, target), hop in slowest[:_MAX_HOPS]
     ]

@@ -35,9 +35,9 @@ from weft_rl.transport.stream.messages import (
 
 _M = TypeVar("_M")
 _LENGTH: Final = struct.Struct("<Q")
+_INT: Final = struct.Struct("@i")
 # Of ``struct tcp_info`` (linux/tcp.h, since Linux 4.10): bytes that were acknowledged; microseconds
 # with bytes under way; of these, such in which the other end had no room.
-_INT: Final = struct.Struct("@i")
 _TCP_INFO: Final = struct.Struct("<120xQ40xQQ")
 #: Bytes of the first frame of a connection.
 HELLO_BYTES: Final = STREAM_HEAD_BYTES + bytes_codec(LaneHello).max_bytes

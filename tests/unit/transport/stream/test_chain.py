@@ -123,7 +123,7 @@ def test_memory_is_let_go_of_once_all_keep_it(group: Group) -> None:
 
 
 def test_what_each_member_has_sent_is_reported(group: Group) -> None:
-    """To the next one, and no more than the bytes and some heads."""
+    """Each sends to the next one, and no more than the bytes and some heads."""
     works = [group.post(rank)[0] for rank in (1, 2, 3)]
     sent = group.send(1)
     for work in works:

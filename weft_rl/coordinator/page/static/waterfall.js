@@ -70,7 +70,7 @@ export class Waterfall {
 
 /** The link that everybody waits for, the slowest; all of them as its title. */
 function slowestLink(hops) {
-  if (!hops.length) return [];
+  if (!hops.length || !hops[0].rate) return [];
   const inWords = ({ source, target, rate: carried, waiting, isEncrypted }) =>
     `${source} to ${target}: ${rate(carried)}${isEncrypted ? "" : " in plaintext"}${waiting ? `, ${bytes(waiting)} wait` : ""}`;
   return [el("small", { title: hops.map(inWords).join("\n"), "data-link": "slowest" },
