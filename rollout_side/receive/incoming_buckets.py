@@ -68,6 +68,9 @@ class ReceiveRing:
         buffers: Result of ``arrival_buffers``; empty where buckets arrive in the sink's memory.
         ahead: Buckets of one sender whose receives may be posted before the first of them was
             accepted.
+        copies_to: GPU of the sink's memory, where buckets arrive on the host: each is copied and
+            verified there while the next one is received, and the host reads none. Its buffer is
+            received in again only once it was verified, and that is after it was copied.
     """
 
     def __init__(
@@ -77,14 +80,18 @@ class ReceiveRing:
         sink: Sink,
         buffers: Mapping[int, torch.Tensor],
         ahead: int,
+        copies_to: torch.device | None = None,
     ) -> None:
         self._manifest, self._plan, self._buffers = manifest, plan, buffers
         self.sink, self.ahead = sink, ahead
-
-    @property
-    def copies_to_gpu(self) -> bool:
-        """True if buckets arrive on the host, and are verified on a GPU."""
-        return False
+        #: True if buckets arrive on the host, and are verified on a GPU.
+        self.copies_to_gpu = copies_to is not None
+        self._runs: torch.Tensor | None = None
+        if copies_to is not None:
+            assert buffers, "buckets arrive beside the sink's memory"
+            if plan.lists_runs:  # one, since each is placed before the next one is copied
+                sizes = [bucket.wire_bytes for bucket in plan.buckets]
+                (self._runs,) = make_buffers(sizes, 1, copies_to)
 
     @property
     def is_dropped(self) -> bool:
@@ -156,7 +163,14 @@ class ReceiveRing:
     ) -> tuple[torch.Tensor, ArrivedBucket]:
         """Return the memory that a bucket which has arrived is verified in, and how it came
         there."""
-        return self.wire(index), arrived
+        own, size, there = self.wire(index), self.payload_bytes(index), self._runs
+        if not self.copies_to_gpu:
+            return own, arrived
+        if there is None:
+            there = self.sink.place(self._plan.buckets[index].bucket)
+            assert there is not None, "the sink's memory is there"
+        there[:size].copy_(own[:size], non_blocking=True)
+        return there[: own.numel()], ArrivedBucket(tail=own[size:].numpy().tobytes())
 
     def _start_changes(
         self, index: int, wire: torch.Tensor, nonce: int, arrived: ArrivedBucket
@@ -193,50 +207,6 @@ class ReceiveRing:
             return BucketContents(runs, digests)
 
         return end
-
-
-class CopyingRing(ReceiveRing):
-    """Ring, as ``ReceiveRing``, whose buckets arrive on the host, and are copied to a GPU, where
-    the sink's memory is, and verified there: the host reads no bucket.
-
-    A bucket is copied and verified while the next one is received. Its buffer is received in again
-    only once it was verified, and that is after it was copied.
-
-    Args:
-        device: The sink's.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        plan: SendPlan,
-        sink: Sink,
-        buffers: Mapping[int, torch.Tensor],
-        ahead: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(manifest, plan, sink, buffers, ahead)
-        assert buffers, "buckets arrive beside the sink's memory"
-        self._runs: torch.Tensor | None = None
-        if plan.lists_runs:  # one, since each is placed before the next one is copied
-            sizes = [bucket.wire_bytes for bucket in plan.buckets]
-            (self._runs,) = make_buffers(sizes, 1, device)
-
-    @property
-    def copies_to_gpu(self) -> bool:
-        return True
-
-    def _verified_memory(
-        self, index: int, arrived: ArrivedBucket
-    ) -> tuple[torch.Tensor, ArrivedBucket]:
-        own, size = self.wire(index), self.payload_bytes(index)
-        there = self._runs
-        if there is None:
-            there = self.sink.place(self._plan.buckets[index].bucket)
-            assert there is not None, "the sink's memory is there"
-        there[:size].copy_(own[:size], non_blocking=True)
-        tail = own[size:].numpy().tobytes()
-        return there[: own.numel()], ArrivedBucket(tail=tail)
 
 
 class DroppedRing:
@@ -709,7 +679,7 @@ class StagingTransfer:
         if data.is_cuda and device.type == "cpu":
             sink = StagingSink(partial, data, data.device)
             buffers = arrival_buffers(plan, num_in_flight, device, locked=True)
-            return CopyingRing(manifest, plan, sink, buffers, num_in_flight, data.device)
+            return ReceiveRing(manifest, plan, sink, buffers, num_in_flight, data.device)
         sink, buffers = StagingSink(partial, data, device), {}
         if plan.lists_runs or data.device != device:
             buffers = arrival_buffers(plan, num_in_flight, device)
@@ -996,9 +966,8 @@ class InPlaceTransfer:
         largest = max(bucket.wire_bytes for bucket in manifest.buckets)
         num_more = self._memory.room_for(largest, own, self._bound_bytes, num_in_flight)
         sink = LoadingSink(self._handoff, plan, own, num_in_flight, check, num_more)
-        if copies:
-            return CopyingRing(manifest, plan, sink, buffers, num_in_flight, own)
-        return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
+        copies_to = own if copies else None
+        return ReceiveRing(manifest, plan, sink, buffers, num_in_flight, copies_to)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         self._handoff.wait_complete(check)

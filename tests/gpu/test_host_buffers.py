@@ -10,7 +10,7 @@ import torch
 
 from rollout_side.memory.segment import DeviceSegment, HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
-from rollout_side.receive.incoming_buckets import CopyingRing, StagingSink, arrival_buffers
+from rollout_side.receive.incoming_buckets import ReceiveRing, StagingSink, arrival_buffers
 from tests.doubles.wire import put_tail
 from tests.gpu.conftest import Note
 from trainer_side.deltas.committed_copy import CommittedCopy
@@ -58,7 +58,7 @@ def test_what_is_staged_is_what_was_packed(dtype: torch.dtype, note: Note) -> No
         packed = PackedBuckets(packer, push, _NONCE, False, PackerCache(CPU))
         partial = PartialTransfer("t", "trainer", manifest, HostSegment.allocate(1), [])
         sink = StagingSink(partial, data, DEVICE)
-        ring = CopyingRing(manifest, plan, sink, buffers, 2, DEVICE)
+        ring = ReceiveRing(manifest, plan, sink, buffers, 2, DEVICE)
         for nth in range(len(plan.buckets)):
             put_tail(packed.wire(nth), packed.make(nth, lambda: None))
             with on_device(DEVICE):

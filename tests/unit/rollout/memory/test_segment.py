@@ -21,7 +21,6 @@ from rollout_side.memory.segment import (
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import BucketContents, PartialTransfer, StagedVersion
 from rollout_side.receive.incoming_buckets import (
-    CopyingRing,
     ReceiveRing,
     StagingSink,
     arrival_buffers,
@@ -194,7 +193,7 @@ def _copying_ring(data: torch.Tensor) -> ReceiveRing:
     plan = whole_plan(MANIFEST)
     partial = PartialTransfer("t", "trainer", MANIFEST, HostSegment.allocate(SIZE), [])
     sink, buffers = StagingSink(partial, data, CPU), arrival_buffers(plan, 2, CPU)
-    return CopyingRing(MANIFEST, plan, sink, buffers, 2, CPU)
+    return ReceiveRing(MANIFEST, plan, sink, buffers, 2, CPU)
 
 
 def send(buffers: ReceiveRing, index: int, nonce: int = NONCE) -> torch.Tensor:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
 from rollout_side.receive.incoming_buckets import (
-    CopyingRing,
     ReceiveRing,
     StagingSink,
     arrival_buffers,
@@ -98,7 +97,7 @@ def receiving(
     sink = StagingSink(partial, segment.data, CPU)
     if copies:  # as to a GPU
         buffers = arrival_buffers(plan, 2, CPU)
-        return partial, CopyingRing(manifest, plan, sink, buffers, 2, CPU)
+        return partial, ReceiveRing(manifest, plan, sink, buffers, 2, CPU)
     return partial, ReceiveRing(manifest, plan, sink, arrival_buffers(plan, 2, CPU), 2)
 
 

@@ -73,7 +73,8 @@ def _sent(
     *,
     aside: bool,
 ) -> tuple[Manifest, list[Run], dict[int, torch.Tensor], list[int]]:
-    """Return what receivers make of it: the tensors' bytes, and their digests as the senders add them up.
+    """Return what receivers make of it: the tensors' bytes, and their digests as the senders add
+    them up.
 
     Args:
         aside: Pack as elements on a GPU are packed, in a buffer beside those that are sent.
