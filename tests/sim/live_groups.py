@@ -13,9 +13,10 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft_rl.contract.group import LinkUsage
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import Activity, Group, Hop, RankReport
+from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport
 from weft_rl.coordinator.runtime.live_groups import Watermark
 
 if TYPE_CHECKING:
@@ -33,15 +34,17 @@ class _LiveGroup:
         #: The receiver whose link is slow, if one's is; its buckets come no later for that.
         self.slow: int | None = None
 
-    def hops(self) -> dict[tuple[int, int], Hop]:
+    def hops(self) -> dict[tuple[int, int], LinkUsage]:
         """Return what the members measure in a chain; nothing before somebody's link is slow."""
         chain = (0, *self.group.receivers)
         if self.slow is None:
             return {}
         return {
-            (source, target): Hop(_BYTES, _BYTES / (1 if self.slow in (source, target) else 100))
+            (source, target): LinkUsage(
+                _BYTES, _BYTES / (1 if self.slow in (source, target) else 100)
+            )
             if target != self.slow
-            else Hop(_BYTES, _BYTES, num_waiting=_BYTES)
+            else LinkUsage(_BYTES, _BYTES, num_waiting=_BYTES)
             for source, target in pairwise(chain)
         }
 
@@ -113,7 +116,7 @@ class LiveGroups:
                 told.append(events.RanksHeard(name, reports, transfer_id, new, hops))
         return told
 
-    def _measure(self, live: _LiveGroup, transfer_id: str) -> dict[tuple[int, int], Hop]:
+    def _measure(self, live: _LiveGroup, transfer_id: str) -> dict[tuple[int, int], LinkUsage]:
         links = self._world.links
         if links is None or not transfer_id:
             return {}

@@ -332,9 +332,10 @@ def sent_text(transfer: publish_pb2.Transfer, unit: str = "") -> str:
 
 def hop_text(hop: publish_pb2.Hop) -> str:
     """Format what a link between two members carried: ``A to B: 1.20 MB/s (3.1 MB wait)``."""
-    speed = rate(hop.num_bytes, duration_from_proto(hop.busy)) or "too short to measure"
-    waiting = f" ({shown_bytes(hop.num_waiting)} wait)" if hop.num_waiting else ""
-    sites = ", between sites" if hop.between_sites else ""
+    usage = hop.usage
+    speed = rate(usage.num_bytes, duration_from_proto(usage.busy)) or "too short to measure"
+    waiting = f" ({shown_bytes(usage.num_waiting)} wait)" if usage.num_waiting else ""
+    sites = ", between sites" if usage.between_sites else ""
     return f"{hop.source} to {hop.target}: {speed}{sites}{waiting}"
 
 
@@ -343,7 +344,7 @@ def secrecy_text(transfer: publish_pb2.Transfer) -> str:
     in plaintext``; empty where it is not known, or there are none."""
     if not transfer.hops:
         return "in plaintext" if transfer.backend in (NCCL, GLOO) else ""
-    encrypted = {hop.encrypted for hop in transfer.hops}
+    encrypted = {hop.usage.encrypted for hop in transfer.hops}
     if len(encrypted) > 1:
         return "partly in plaintext"
     return "encrypted" if encrypted == {True} else "in plaintext"

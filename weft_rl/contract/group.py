@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 #: Labels the place where a process runs: weights cross between two places once.
@@ -16,6 +16,8 @@ MAX_GROUP_SIZE: Final = 16_384
 MAX_SENDERS: Final = 256
 #: Buckets that a sender may keep at once: each costs every receiver a buffer, too.
 MAX_BUCKETS_IN_FLIGHT: Final = 8
+#: Links between members that one message lists.
+MAX_HOPS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,33 @@ class Senders:
 
 
 ALONE: Final = Senders(0, 1)
+
+
+@dataclass(frozen=True)
+class LinkUsage:
+    """Usage of the link between two members over streams, as its source measures it."""
+
+    num_bytes: int
+    """Bytes that the target has acknowledged."""
+    busy_seconds: float
+    """Seconds for which some were under way that it had room for."""
+    num_waiting: int = 0
+    """Bytes that the source had for it last, and that it had not acknowledged."""
+    between_sites: bool = False
+    encrypted: bool = False
+
+    def __add__(self, later: LinkUsage) -> LinkUsage:
+        """Return both together: the facts are the later one's."""
+        return replace(
+            later,
+            num_bytes=self.num_bytes + later.num_bytes,
+            busy_seconds=self.busy_seconds + later.busy_seconds,
+        )
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that the link has carried; 0 before it was measured."""
+        return self.num_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

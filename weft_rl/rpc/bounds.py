@@ -23,6 +23,7 @@ from weft_rl.contract.errors import NotReadyError, error_from_reason
 from weft_rl.contract.group import (
     MAX_BUCKETS_IN_FLIGHT,
     MAX_GROUP_SIZE,
+    MAX_HOPS,
     MAX_RECEIVERS,
     MAX_SENDERS,
 )
@@ -308,7 +309,7 @@ _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "Capabilities.lora_unapplied": 1_024,
     "Capabilities.served_names": 4_096,
     "GenerateRequest.images": MAX_IMAGES,
-    "SentReport.hops": 64,
+    "SentReport.hops": MAX_HOPS,
     "SleepRolloutsRequest.gpu_uuids": 1_024,
     "SampleChunk.logprobs": MAX_PROMPT,
     "SampleChunk.token_ids": MAX_PROMPT,

@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import MAX_FILES, Checkpoint, CheckpointState, StoredTensor
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.group import GroupTicket, LinkUsage
 from weft_rl.contract.manifest import Manifest, SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import (
@@ -131,6 +131,7 @@ POLICY_VERSION: Final = codec(PolicyVersion, types_pb2.PolicyVersion)
 converter(VersionVector, types_pb2.VersionVector, vector_to_proto, vector_from_proto)
 CAPABILITIES: Final = codec(Capabilities, registry_pb2.Capabilities)
 SLEEP: Final = codec(Sleep, registry_pb2.Sleep)
+LINK_USAGE: Final = codec(LinkUsage, publish_pb2.LinkUsage)
 DRAIN: Final = codec(DrainNote, registry_pb2.Drain)
 OUT_OF_SERVICE: Final = codec(OutOfService, registry_pb2.OutOfService)
 HELD: Final = codec(HeldVersion, types_pb2.HeldVersion)

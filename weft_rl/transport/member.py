@@ -11,13 +11,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 import grpc
 import torch
 
-from weft_rl.containers import LruMapping, replace
+from weft_rl.containers import LruMapping
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     StaleEpochError,
@@ -25,18 +25,18 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.group import GroupTicket, Senders
+from weft_rl.contract.group import MAX_HOPS, GroupTicket, LinkUsage, Senders
 from weft_rl.contract.manifest import Manifest
 from weft_rl.interrupts import PROGRESS_SECONDS, Flag, report_while
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.codec import LINK_USAGE
 from weft_rl.rpc.manifest_codec import manifest_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.schema import codec
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
+from weft_rl.transport.wire.lane_options import LaneOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -46,9 +46,6 @@ _log = logging.getLogger(__name__)
 # means that the stream is dead.
 _MAX_QUEUED = 10_000
 _WELCOME_SECONDS = 10.0
-_SENT: Final = codec(SentBytes, pb.SentBytes)
-# Receivers that one report of sent bytes names.
-_MAX_HOPS = 64
 # A coordinator that answers does so in a round trip.
 _FAREWELL_SECONDS = 0.5
 
@@ -289,9 +286,11 @@ class Membership:
     ) -> SideGroup:
         others = ticket.num_senders - 1  # senders that are not in this lane
 
-        def on_sent(sent: list[SentBytes]) -> None:
-            hops = [replace(each, rank=each.rank + others) for each in sent[:_MAX_HOPS]]
-            said = map(_SENT.encode, hops)
+        def on_sent(sent: Mapping[int, LinkUsage]) -> None:
+            said = [
+                pb.SentBytes(rank=rank + others, usage=LINK_USAGE.encode(usage))
+                for rank, usage in islice(sent.items(), MAX_HOPS)
+            ]
             self.attendance.send_aside(pb.AttendRequest(sent=pb.SentReport(hops=said)))
 
         return SideGroup(

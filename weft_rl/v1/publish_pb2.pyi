@@ -1110,32 +1110,58 @@ class Hop(_message.Message):
 
     SOURCE_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    BUSY_FIELD_NUMBER: _builtins.int
-    NUM_WAITING_FIELD_NUMBER: _builtins.int
-    BETWEEN_SITES_FIELD_NUMBER: _builtins.int
-    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """A replica, or the trainer; of a trainer of several ranks "ID (sender N)"."""
     target: _builtins.str
     """A replica."""
-    num_bytes: _builtins.int
-    """Bytes that it has acknowledged."""
-    num_waiting: _builtins.int
-    """Bytes that waited at the source when it last said so: its link, or the target's, is slow."""
-    between_sites: _builtins.bool
-    """Whether the two are at different sites."""
-    encrypted: _builtins.bool
-    """Whether the bytes are encrypted."""
     @_builtins.property
-    def busy(self) -> _duration_pb2.Duration:
-        """How long the link had bytes to carry: num_bytes over it is the link's rate."""
+    def usage(self) -> Global___LinkUsage:
+        """While the group carried the transfer."""
 
     def __init__(
         self,
         *,
         source: _builtins.str = ...,
         target: _builtins.str = ...,
+        usage: Global___LinkUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hop: _TypeAlias = Hop  # noqa: Y015
+
+@_typing.final
+class LinkUsage(_message.Message):
+    """What a link between two members has carried, as its source measured it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    BETWEEN_SITES_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """Bytes that the target has acknowledged."""
+    num_waiting: _builtins.int
+    """Bytes that the source had for it, and it had not acknowledged, when this was last said: where
+    there are many, the link is slow.
+    """
+    between_sites: _builtins.bool
+    """Whether the two are at different sites."""
+    encrypted: _builtins.bool
+    """Whether the bytes are encrypted."""
+    @_builtins.property
+    def busy(self) -> _duration_pb2.Duration:
+        """How long some were under way that it had room for: num_bytes over it is the link's rate."""
+
+    def __init__(
+        self,
+        *,
         num_bytes: _builtins.int = ...,
         busy: _duration_pb2.Duration | None = ...,
         num_waiting: _builtins.int = ...,
@@ -1144,11 +1170,11 @@ class Hop(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["between_sites", b"between_sites", "busy", b"busy", "encrypted", b"encrypted", "num_bytes", b"num_bytes", "num_waiting", b"num_waiting", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["between_sites", b"between_sites", "busy", b"busy", "encrypted", b"encrypted", "num_bytes", b"num_bytes", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hop: _TypeAlias = Hop  # noqa: Y015
+Global___LinkUsage: _TypeAlias = LinkUsage  # noqa: Y015
 
 @_typing.final
 class GenerationPause(_message.Message):

@@ -666,38 +666,22 @@ class SentBytes(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    BUSY_FIELD_NUMBER: _builtins.int
-    NUM_WAITING_FIELD_NUMBER: _builtins.int
-    BETWEEN_SITES_FIELD_NUMBER: _builtins.int
-    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The receiver's rank in the group."""
-    num_bytes: _builtins.int
-    """Bytes that it has acknowledged."""
-    num_waiting: _builtins.int
-    """Bytes that are here for it and that it has not acknowledged."""
-    between_sites: _builtins.bool
-    """Whether the two are at different sites."""
-    encrypted: _builtins.bool
-    """Whether they are encrypted."""
     @_builtins.property
-    def busy(self) -> _duration_pb2.Duration:
-        """How long some were under way that it had room for."""
+    def usage(self) -> _publish_pb2.LinkUsage:
+        """Since the last report."""
 
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
-        busy: _duration_pb2.Duration | None = ...,
-        num_waiting: _builtins.int = ...,
-        between_sites: _builtins.bool = ...,
-        encrypted: _builtins.bool = ...,
+        usage: _publish_pb2.LinkUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["between_sites", b"between_sites", "busy", b"busy", "encrypted", b"encrypted", "num_bytes", b"num_bytes", "num_waiting", b"num_waiting", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

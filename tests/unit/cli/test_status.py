@@ -306,9 +306,9 @@ def test_the_slowest_link_is_named_and_whether_bytes_are_encrypted() -> None:
         return publish_pb2.Hop(
             source=source,
             target=target,
-            num_bytes=12_000_000,
-            busy=Duration(seconds=seconds),
-            **facts,
+            usage=publish_pb2.LinkUsage(
+                num_bytes=12_000_000, busy=Duration(seconds=seconds), **facts
+            ),
         )
 
     last = publish_pb2.Transfer(
@@ -324,11 +324,11 @@ def test_the_slowest_link_is_named_and_whether_bytes_are_encrypted() -> None:
     assert "over stream, encrypted: chosen by the trainer" in text
     assert "slowest link: a to b: 1.2 MB/s, between sites (3.10 MB wait)" in text
     assert hop_text(hop("a", "b", 0)) == "a to b: too short to measure"
-    last.hops[0].encrypted = False
+    last.hops[0].usage.encrypted = False
     assert "over stream, partly in plaintext: " in shown(
         pb.GetPoolResponse(last_transfer=last), 200
     )
-    last.hops[1].encrypted = False
+    last.hops[1].usage.encrypted = False
     assert "over stream, in plaintext: " in shown(pb.GetPoolResponse(last_transfer=last), 200)
     del last.hops[:]
     for backend, said in (("gloo", ", in plaintext"), ("nccl", ", in plaintext"), ("stream", "")):

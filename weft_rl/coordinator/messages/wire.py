@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from weft_rl import __version__
 from weft_rl.containers import replace
+from weft_rl.contract.group import MAX_HOPS, LinkUsage
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
@@ -30,7 +31,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     routes,
     version_differences,
 )
-from weft_rl.coordinator.decisions.state.transfer import Group, Hop, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
@@ -45,6 +46,7 @@ from weft_rl.coordinator.messages.pages import SharedVectors, cut, entry_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
     CHECKPOINT,
+    LINK_USAGE,
     POLICY_VERSION,
     REPORT_BESIDE_VECTOR,
     duration_to_proto,
@@ -58,8 +60,6 @@ from weft_rl.v1 import inspect_pb2, publish_pb2, replica_pb2, types_pb2
 
 # Policies that a replica names which it serves otherwise than the pool.
 _MAX_DIFFERENCES = 16
-# Links between members that a transfer lists.
-_MAX_HOPS = 64
 
 
 # -- values, events and answers whose fields are those of their messages -----------
@@ -72,7 +72,6 @@ _difference: Final = listing(VersionDifference, inspect_pb2.VersionDifference)
 _problem: Final = listing(Problem, inspect_pb2.Problem)
 _lease: Final = listing(Lease, publish_pb2.Lease)
 _failure: Final = listing(Failure, types_pb2.Failure)
-_hop: Final = listing(Hop, publish_pb2.Hop)
 _refusal: Final = listing(Failure, publish_pb2.TransferRefusal)
 _group: Final = listing(Group, publish_pb2.GroupPlan)
 _begun: Final = listing(effects.BeginAnswer, publish_pb2.BeginTransferResponse, told=["group"])
@@ -148,10 +147,11 @@ def transfer_to_proto(
     )
 
 
-def _hops(hops: Mapping[tuple[str, str], Hop]) -> list[publish_pb2.Hop]:
+def _hops(hops: Mapping[tuple[str, str], LinkUsage]) -> list[publish_pb2.Hop]:
     slowest = sorted(hops.items(), key=lambda entry: entry[1].rate or float("inf"))
     return [
-        _hop(hop, source=source, target=target) for (source, target), hop in slowest[:_MAX_HOPS]
+        publish_pb2.Hop(source=source, target=target, usage=LINK_USAGE.encode(usage))
+        for (source, target), usage in slowest[:MAX_HOPS]
     ]
 
 

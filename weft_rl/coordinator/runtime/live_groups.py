@@ -22,14 +22,14 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft_rl.contract.group import LinkUsage
 from weft_rl.contract.manifest import DIGEST_BYTES, SendPlan
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Group, Hop, RankReport, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, VersionLayout
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
-from weft_rl.rpc.codec import POLICY_VERSION, duration_to_proto, send_plan_to_proto
-from weft_rl.schema import codec
+from weft_rl.rpc.codec import LINK_USAGE, POLICY_VERSION, duration_to_proto, send_plan_to_proto
 from weft_rl.tracing import untraced
 from weft_rl.v1 import rendezvous_pb2, types_pb2
 
@@ -37,7 +37,6 @@ _MAX_REMEMBERED: Final = 256
 _MAX_ID: Final = 128
 _MAX_QUEUED: Final = 256
 _MAX_LAYOUTS: Final = 8
-_HOP: Final = codec(Hop, rendezvous_pb2.SentBytes, told=["rank"])
 
 
 class RankStream:
@@ -169,7 +168,7 @@ class LiveGroup:
         self.reports: dict[int, RankReport] = {}
         self.num_told: dict[int, int] = {}
         #: Bytes sent since the last look, by the ranks of both ends.
-        self.hops: dict[tuple[int, int], Hop] = {}
+        self.hops: dict[tuple[int, int], LinkUsage] = {}
 
     @property
     def senders(self) -> list[RankStream]:
@@ -359,7 +358,7 @@ class LiveGroups:
         if live is None:
             return
         for each in said.hops:
-            hop, between = _HOP.decode(each), (link.rank, each.rank)
+            hop, between = LINK_USAGE.decode(each.usage), (link.rank, each.rank)
             if each.rank < live.size:
                 live.hops[between] = live.hops[between] + hop if between in live.hops else hop
 

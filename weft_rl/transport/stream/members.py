@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import Store
 
+from weft_rl.contract.group import LinkUsage
 from weft_rl.interrupts import ThreadWaker
 from weft_rl.ipc.connection import PeerError
 from weft_rl.rpc.security.credentials import Credentials
@@ -52,7 +53,7 @@ from weft_rl.transport.stream.messages import (
 from weft_rl.transport.stream.order import chain_of, sources_of
 from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions, write_tail
-from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 _log = logging.getLogger(__name__)
 
@@ -418,9 +419,8 @@ class StreamMember:
         with self._lock:
             measured = [(hop, *hop.take_sent(self._works)) for hop in self._hops.values()]
         site = self._options.site
-        sent = [
-            SentBytes(
-                hop.rank,
+        sent = {
+            hop.rank: LinkUsage(
                 num_bytes,
                 seconds,
                 waiting,
@@ -429,7 +429,7 @@ class StreamMember:
             )
             for hop, num_bytes, seconds, waiting in measured
             if num_bytes
-        ]
+        }
         self._is_told = not (sent or self._works)
         if sent:
             self._options.on_sent(sent)

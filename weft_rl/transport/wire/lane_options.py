@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from weft_rl.contract.group import ALONE, Senders
+from weft_rl.contract.group import ALONE, LinkUsage, Senders
 from weft_rl.rpc.security.credentials import Credentials
 
 
-@dataclass(frozen=True)
-class SentBytes:
-    """Bytes that this member has sent to another one, and how long its link had bytes to carry."""
-
-    rank: int
-    """Rank of the receiver in the lane."""
-    num_bytes: int
-    busy_seconds: float
-    num_waiting: int
-    """Bytes that are here for it, and that it has not acknowledged."""
-    between_sites: bool
-    encrypted: bool
-
-
-def _tell_nobody(sent: list[SentBytes]) -> None:
+def _tell_nobody(sent: Mapping[int, LinkUsage]) -> None:
     pass
 
 
@@ -39,6 +25,7 @@ class LaneOptions:
     """Senders of the side group, and the one whose lane this is."""
     site: str = ""
     """Label of the place where this rank runs (streams)."""
-    on_sent: Callable[[list[SentBytes]], None] = _tell_nobody
+    on_sent: Callable[[Mapping[int, LinkUsage]], None] = _tell_nobody
     """Called some times a second while this member sends over streams, with what it has sent since
-    the last call; on a thread of the lane's, and must not block or raise."""
+    the last call, by the receiver's rank in the lane; on a thread of the lane's, and must not
+    block or raise."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from datetime import timedelta
 
 import pytest
 
@@ -16,14 +15,15 @@ from weft_rl.contract.errors import (
     RequestConflictError,
     StaleEpochError,
 )
+from weft_rl.contract.group import LinkUsage
 from weft_rl.contract.manifest import WireBucket, make_send_plan
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Group, Hop, Member, Transfer, TransferIds
+from weft_rl.coordinator.decisions.state.transfer import Group, Member, Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankStream, Watermark
-from weft_rl.rpc.codec import send_plan_from_proto
+from weft_rl.rpc.codec import LINK_USAGE, send_plan_from_proto
 from weft_rl.v1 import rendezvous_pb2
 
 
@@ -225,10 +225,8 @@ async def test_bytes_that_ranks_have_sent_are_told_with_the_next_look() -> None:
     link = groups.attend("g", _token(0), 0, 2)
 
     def say(rank: int, num_bytes: int, num_waiting: int) -> None:
-        each = rendezvous_pb2.SentBytes(
-            rank=rank, num_bytes=num_bytes, num_waiting=num_waiting, encrypted=True
-        )
-        each.busy.FromTimedelta(timedelta(seconds=0.5))
+        usage = LINK_USAGE.encode(LinkUsage(num_bytes, 0.5, num_waiting, encrypted=True))
+        each = rendezvous_pb2.SentBytes(rank=rank, usage=usage)
         report = rendezvous_pb2.SentReport(hops=[each])
         groups.receive(link, rendezvous_pb2.AttendRequest(sent=report))
 
@@ -236,6 +234,6 @@ async def test_bytes_that_ranks_have_sent_are_told_with_the_next_look() -> None:
     say(1, 200, 5)
     say(2, 1, 1)  # a rank that the group has not
     [heard] = groups.take_progress()
-    assert heard.hops == {(0, 1): Hop(300, 1.0, 5, encrypted=True)}
+    assert heard.hops == {(0, 1): LinkUsage(300, 1.0, 5, encrypted=True)}
     assert not heard.reports, "it says nothing of the thread that works"
     assert not groups.take_progress()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from weft_rl.contract.group import LinkUsage
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.stream.members import StreamReceiver, StreamSender
 from weft_rl.transport.stream.messages import PLACE, Place
 from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions
-from weft_rl.transport.wire.lane_options import LaneOptions, SentBytes
+from weft_rl.transport.wire.lane_options import LaneOptions
 
 #: A bucket of some hundred pieces.
 SIZE = 3 * 2**20 + 5
@@ -51,9 +52,9 @@ class Group:
         self.sent = Counter[tuple[int, int]]()
 
         def options(rank: int) -> LaneOptions:
-            def on_sent(sent: list[SentBytes]) -> None:
-                for each in sent:
-                    self.sent[rank, each.rank] += each.num_bytes
+            def on_sent(sent: Mapping[int, LinkUsage]) -> None:
+                for target, usage in sent.items():
+                    self.sent[rank, target] += usage.num_bytes
 
             return LaneOptions(
                 host=host_of(rank), credentials=shown[rank], site=sites[rank], on_sent=on_sent

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from weft_rl.contract.adapter_config import AdapterSpec
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
+from weft_rl.contract.group import LinkUsage
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
 from weft_rl.contract.replica_report import OutOfService, ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
-from weft_rl.coordinator.decisions.state.transfer import Hop, RankReport, TransferIds
+from weft_rl.coordinator.decisions.state.transfer import RankReport, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
@@ -261,7 +262,7 @@ class RanksHeard(Event):
     num_verified: Mapping[int, int] = field(default_factory=dict)
     """Number of buckets, from the first, that receivers have reported; only of those that
     reported."""
-    hops: Mapping[tuple[int, int], Hop] = field(default_factory=dict)
+    hops: Mapping[tuple[int, int], LinkUsage] = field(default_factory=dict)
     """Bytes that were sent over streams, by the ranks of both ends."""
 
 

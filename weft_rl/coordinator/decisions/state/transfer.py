@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 
 from weft_rl.containers import replace
 from weft_rl.contract.adapter_config import AdapterSpec
+from weft_rl.contract.group import LinkUsage
 from weft_rl.contract.manifest import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.replica import Replica
@@ -74,32 +75,6 @@ class RankReport:
         return "working"
 
 
-@dataclass(frozen=True)
-class Hop:
-    """Bytes that one member of a group has sent to another over streams."""
-
-    num_bytes: int
-    busy_seconds: float
-    """Seconds for which their link had bytes to carry."""
-    num_waiting: int = 0
-    """Bytes that the source had last, and the target had not acknowledged."""
-    between_sites: bool = False
-    encrypted: bool = False
-
-    def __add__(self, later: Hop) -> Hop:
-        """Return both together: the facts are the later one's."""
-        return replace(
-            later,
-            num_bytes=self.num_bytes + later.num_bytes,
-            busy_seconds=self.busy_seconds + later.busy_seconds,
-        )
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second that the link has carried; 0 before it was measured."""
-        return self.num_bytes / self.busy_seconds if self.busy_seconds else 0.0
-
-
 #: First step that every rank of a new group owes.
 FIRST_STEP = "join the group"
 
@@ -124,7 +99,7 @@ class GroupProgress:
     owed_steps: Mapping[int, OwedStep] = field(default_factory=dict)
     held_up: Mapping[int, float] = field(default_factory=dict)
     """Seconds for which each receiver, at work, was what all others waited for."""
-    hops: Mapping[tuple[str, str], Hop] = field(default_factory=dict)
+    hops: Mapping[tuple[str, str], LinkUsage] = field(default_factory=dict)
     """Bytes sent over streams, by the names of both members."""
     looked_at: float = float("inf")
     """Time at which a receiver that holds the others up was noted last; inf while there is none."""
@@ -140,7 +115,7 @@ class GroupProgress:
             num_verified={**self.num_verified, **num_verified},
         )
 
-    def with_hops(self, hops: Mapping[tuple[str, str], Hop]) -> GroupProgress:
+    def with_hops(self, hops: Mapping[tuple[str, str], LinkUsage]) -> GroupProgress:
         """Return this progress with the bytes of further reports added."""
         added = dict(self.hops)
         for between, hop in hops.items():

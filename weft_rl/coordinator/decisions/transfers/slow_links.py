@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from weft_rl.coordinator.decisions.state.transfer import Group, Hop
+from weft_rl.contract.group import LinkUsage
+from weft_rl.coordinator.decisions.state.transfer import Group
 
 # Less than this says nothing of a link.
 _LEAST_SECONDS, _LEAST_BYTES = 0.1, 2**16
@@ -41,11 +42,11 @@ class SlowReplica:
 
 
 def between_members(
-    hops: Mapping[tuple[int, int], Hop], group: Group
-) -> dict[tuple[str, str], Hop]:
+    hops: Mapping[tuple[int, int], LinkUsage], group: Group
+) -> dict[tuple[str, str], LinkUsage]:
     """Return what members have sent to each other, by their names; what stays within a replica is
     left out."""
-    named: dict[tuple[str, str], Hop] = {}
+    named: dict[tuple[str, str], LinkUsage] = {}
     for (source, target), hop in hops.items():
         between = group.rank_name(source), group.rank_name(target)
         if between[0] != between[1]:
@@ -54,7 +55,7 @@ def between_members(
 
 
 def slow_replica(
-    hops: Mapping[tuple[str, str], Hop], replicas: Collection[str]
+    hops: Mapping[tuple[str, str], LinkUsage], replicas: Collection[str]
 ) -> SlowReplica | None:
     """Return the slowest of the replicas that hold the others up; None if none does.
 

@@ -321,13 +321,13 @@ function course(transfer) {
 }
 
 /** What a link between two members carried, over streams. */
-function toHop(hop) {
-  const busy = fromDuration(hop.busy);
+function toHop({ source, target, usage }) {
+  const busy = fromDuration(usage.busy);
   return {
-    source: hop.source,
-    target: hop.target,
-    rate: busy > 0 ? Number(hop.num_bytes ?? 0) / busy : 0,
-    waiting: Number(hop.num_waiting ?? 0),
-    isEncrypted: Boolean(hop.encrypted),
+    source,
+    target,
+    rate: busy > 0 ? Number(usage.num_bytes ?? 0) / busy : 0,
+    waiting: Number(usage.num_waiting ?? 0),
+    isEncrypted: Boolean(usage.encrypted),
   };
 }

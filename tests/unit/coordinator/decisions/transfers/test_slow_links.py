@@ -9,8 +9,9 @@ import pytest
 
 from tests.unit.coordinator.decisions.stalling import BUCKETS, push
 from weft_rl.containers import replace
+from weft_rl.contract.group import LinkUsage
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Hop, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Phase
 from weft_rl.coordinator.decisions.transfers.slow_links import between_members, slow_replica
 
@@ -21,11 +22,13 @@ CHAIN = ("trainer", *REPLICAS)
 REPORTED, MANY = 2**24, 2**26
 
 
-def hop(rate: float, waiting: int = 0, **facts: bool) -> Hop:
-    return Hop(REPORTED, REPORTED / rate, waiting, **facts)
+def hop(rate: float, waiting: int = 0, **facts: bool) -> LinkUsage:
+    return LinkUsage(REPORTED, REPORTED / rate, waiting, **facts)
 
 
-def chain(slow: Mapping[str, float], chain: tuple[str, ...] = CHAIN) -> dict[tuple[str, str], Hop]:
+def chain(
+    slow: Mapping[str, float], chain: tuple[str, ...] = CHAIN
+) -> dict[tuple[str, str], LinkUsage]:
     """Hops of hosts whose links are as fast in as out; bytes wait before a slower link."""
     hops, arriving = {}, FAST
     for source, target in pairwise(chain):
@@ -90,7 +93,7 @@ def test_of_two_that_are_slow_the_slower_goes_first() -> None:
 
 
 def test_little_was_measured_says_nothing() -> None:
-    for few in (Hop(2**10, 1.0, MANY), Hop(2**20, 0.01, MANY), Hop(0, 0.0, MANY)):
+    for few in (LinkUsage(2**10, 1.0, MANY), LinkUsage(2**20, 0.01, MANY), LinkUsage(0, 0.0, MANY)):
         assert slow_replica(chain({}) | {("b", "c"): few}, REPLICAS) is None
 
 
