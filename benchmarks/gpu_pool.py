@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.models import make_tokenizer
@@ -106,7 +107,13 @@ class GpuPool:
         return self
 
     def launch(
-        self, name: str, gpus: str, model: Path, *args: str, options: Sequence[str] = ()
+        self,
+        name: str,
+        gpus: str,
+        model: Path,
+        *args: str,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start a replica on these of the GPUs that this process sees; ``url`` waits for it."""
         command = ("-m", "weft_rl", "rollout", "-c", self.target, "--http-port", "0",
@@ -115,8 +122,8 @@ class GpuPool:
                    "--disable-uvicorn-access-log", *args)  # fmt: skip
         if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
             gpus = ",".join(seen.split(",")[int(number)] for number in gpus.split(","))
-        environment = {**_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpus}
-        self.replicas[name] = Process(name, command, self.work, environment)
+        seen_by_it = {**_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpus, **environment}
+        self.replicas[name] = Process(name, command, self.work, seen_by_it)
 
     def url(self, name: str) -> str:
         """Base URL of a replica's OpenAI server, once it listens."""

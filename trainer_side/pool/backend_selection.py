@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft_rl.contract.backends import BACKENDS, GLOO, BackendChoice
+from weft_rl.contract.backends import BACKENDS, GLOO, NCCL, BackendChoice, best_first
 from weft_rl.contract.errors import NotReadyError
 from weft_rl.transport.backends import available_backends, gpu_uuid, why_unavailable
 from weft_rl.transport.group import CPU
+from weft_rl.transport.nccl_network import nccl_network
 from weft_rl.transport.one_sided.trial import Trials
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -54,6 +55,11 @@ class BackendSelection:
         """
         offered = [*target.backends] or [GLOO]
         passed: list[str] = []
+        if self.choice == "auto" and NCCL in offered and self.accelerator.type == "cuda":
+            usual = offered
+            offered = best_first(usual, {*target.nccl_networks, nccl_network()})
+            if offered != usual:
+                passed.append("not nccl: it would use plain sockets between these hosts")
         for name in offered:
             if self.choice not in ("auto", name):
                 continue

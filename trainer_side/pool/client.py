@@ -194,7 +194,13 @@ class PoolClient:
     def _select(self, target: pb.DescribeTargetResponse, without: Collection[str]) -> None:
         """Select the backend, anew where no group is kept or the pool offers something else."""
         device = self._selection.accelerator
-        offer = (*target.backends, *target.gpu_uuids, *target.trial_names, device)
+        offer = (
+            *target.backends,
+            *target.gpu_uuids,
+            *target.nccl_networks,
+            *target.trial_names,
+            device,
+        )
         is_kept = self._sender.usable if self._sender else self._others_group[0] != ""
         if without or not is_kept or offer != self._selected_for:
             self._selected = self._selection.backend(target, without)

@@ -433,6 +433,7 @@ def check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
         import torch
         import torch.distributed as dist
 
+        from weft_rl.transport.nccl_network import nccl_network
         from weft_rl.transport.one_sided import memory
     except (ImportError, OSError) as error:
         yield _fail("backends", f"torch cannot be imported: {error}", "reinstall torch")
@@ -452,6 +453,7 @@ def check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
     else:
         yield _ok("backends", says)
     if has_gpus:
+        yield _ok("nccl", f"reaches other hosts by {nccl_network()}")
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         listed = ", ".join(f"{gpu.name} ({gpu.total_memory / _GIB:.0f} GiB)" for gpu in gpus)
         yield _ok("gpus", f"{len(gpus)}: {listed}")

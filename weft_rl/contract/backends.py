@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -47,3 +47,18 @@ BACKENDS: Final[Mapping[str, BackendFacts]] = _Facts(
         GLOO: BackendFacts(on_host=True),
     }
 )
+
+
+def best_first(backends: Iterable[str], nccl_networks: Collection[str]) -> list[str]:
+    """Sort backends that all members of a group have, for these members.
+
+    Args:
+        backends: As they are preferred where all members share a network of NCCL's.
+        nccl_networks: ``Capabilities.nccl_network`` of the members. Where these differ, NCCL would
+            use its plain sockets: slower than streams, and never encrypted.
+    """
+    names = [*backends]
+    if len({*nccl_networks}) > 1 and NCCL in names and STREAM in names:
+        names.remove(NCCL)
+        names.insert(names.index(STREAM) + 1, NCCL)
+    return names

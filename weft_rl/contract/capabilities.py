@@ -40,6 +40,7 @@ class Capabilities:
     loads_in_place: bool = False
     trial_name: str = field(default="", compare=False)
     gpu_uuids: tuple[str, ...] = field(default=(), compare=False)
+    nccl_network: str = field(default="", compare=False)
     can_sleep: bool = field(default=False, compare=False)
     base_refusal: str = field(default="", compare=False)
     draft_method: str = field(default="", compare=False)

@@ -258,6 +258,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Capabilities.base_refusal": _kept(MAX_REASON_CHARS),
     "Capabilities.gpu_uuids": _ID,
     "SleepRolloutsRequest.gpu_uuids": _ID,
+    "Capabilities.nccl_network": _kept(MAX_ID_CHARS),
     "Capabilities.max_lora_rank": _number(0, 65_536),
     "Capabilities.num_receivers": _number(1, MAX_RECEIVERS),
     "Capabilities.tensor_parallel_size": _number(0, 65_536),

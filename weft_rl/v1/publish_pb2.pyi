@@ -157,6 +157,7 @@ class DescribeTargetResponse(_message.Message):
     BASE_LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     DELTA_REFUSAL_FIELD_NUMBER: _builtins.int
     NUM_DELTA_REPLICAS_FIELD_NUMBER: _builtins.int
+    NCCL_NETWORKS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -224,6 +225,10 @@ class DescribeTargetResponse(_message.Message):
     def draft_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ReferenceChunk.draft_prefixes."""
 
+    @_builtins.property
+    def nccl_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Capabilities.nccl_network of these replicas, each once."""
+
     def __init__(
         self,
         *,
@@ -246,10 +251,11 @@ class DescribeTargetResponse(_message.Message):
         base_layout_digest: _builtins.bytes = ...,
         delta_refusal: _builtins.str = ...,
         num_delta_replicas: _builtins.int = ...,
+        nccl_networks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_content_digest", b"base_content_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_layout_digest", b"base_layout_digest", "base_version", b"base_version", "delta_refusal", b"delta_refusal", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_delta_replicas", b"num_delta_replicas", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_content_digest", b"base_content_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_layout_digest", b"base_layout_digest", "base_version", b"base_version", "delta_refusal", b"delta_refusal", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "nccl_networks", b"nccl_networks", "num_delta_replicas", b"num_delta_replicas", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,61 +26,61 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from weft_rl.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weft/v1/registry.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x13weft/v1/types.proto\"\xe4\x05\n\x0c\x43\x61pabilities\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x14\n\x0cweft_version\x18\x1f \x01(\t\x12\x18\n\x10\x62\x61se_fingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12%\n\nbase_dtype\x18\x04 \x01(\x0e\x32\x11.weft.v1.DataType\x12(\n\radapter_dtype\x18\x05 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x10\n\x08\x62\x61\x63kends\x18\x06 \x03(\t\x12\x15\n\rnum_receivers\x18\x07 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x14\n\x0clora_enabled\x18\t \x01(\x08\x12\x15\n\rmax_lora_rank\x18\n \x01(\r\x12\x14\n\x0clora_modules\x18\x0b \x03(\t\x12\x17\n\x0flora_on_experts\x18\x0c \x01(\x08\x12\x1e\n\x16staging_capacity_bytes\x18\r \x01(\x04\x12\x1e\n\x16\x61\x64\x61pter_capacity_bytes\x18\x0e \x01(\x04\x12\x16\n\x0eloads_in_place\x18\x0f \x01(\x08\x12\x14\n\x0cserved_names\x18\x10 \x03(\t\x12\x14\n\x0cquantization\x18\x11 \x01(\t\x12\x15\n\rlogprobs_mode\x18\x12 \x01(\t\x12\x1a\n\x12logprobs_truncated\x18\x13 \x01(\x08\x12\x18\n\x10running_requests\x18\x15 \x01(\t\x12\x12\n\ntrial_name\x18\x16 \x01(\t\x12\x11\n\tgpu_uuids\x18\x17 \x03(\t\x12\x11\n\tcan_sleep\x18\x18 \x01(\x08\x12\x14\n\x0c\x62\x61se_refusal\x18\x19 \x01(\t\x12\x16\n\x0elora_unapplied\x18\x1a \x03(\t\x12\x14\n\x0c\x64raft_method\x18\x1b \x01(\t\x12\x19\n\x11\x64raft_fingerprint\x18\x1c \x01(\t\x12\x18\n\x10reference_digest\x18\x1e \x01(\t\"A\n\x05Sleep\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x15\n\rweights_awake\x18\x02 \x01(\x08\x12\r\n\x05level\x18\x03 \x01(\x05\".\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"}\n\nCheckpoint\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.weft.v1.CheckpointState\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12&\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x17.weft.v1.CheckpointFile\x12\x0e\n\x06reason\x18\x04 \x01(\t\"1\n\x0cOutOfService\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tno_pushes\x18\x02 \x01(\x08\"E\n\x05\x44rain\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xcd\x03\n\x0fRegisterRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12&\n\x06report\x18\x16 \x01(\x0b\x32\x16.weft.v1.ReplicaReport\x12+\n\rheld_versions\x18\x0c \x03(\x0b\x32\x14.weft.v1.HeldVersion\x12#\n\x1blast_coordinator_generation\x18\r \x01(\x03\x12\x12\n\nlast_epoch\x18\x0e \x01(\x03\x12\x1b\n\x13last_coordinator_id\x18\x0f \x01(\t\x12\'\n\ncheckpoint\x18\x10 \x01(\x0b\x32\x13.weft.v1.Checkpoint\x12-\n\x0eout_of_service\x18\x14 \x01(\x0b\x32\x15.weft.v1.OutOfService\x12\x19\n\x11protocol_revision\x18\x12 \x01(\r\x12\x0f\n\x07pool_id\x18\x17 \x01(\t\"\xf1\x03\n\rReplicaReport\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x1e\n\x16retained_base_versions\x18\x02 \x03(\x03\x12\x30\n\x10spilled_versions\x18\x03 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x14\n\x0c\x64irty_reason\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61se_as_started\x18\x05 \x01(\x08\x12\x10\n\x08refusing\x18\x06 \x01(\t\x12\x14\n\x0corder_number\x18\x07 \x01(\x03\x12\x1d\n\x05sleep\x18\x08 \x01(\x0b\x32\x0e.weft.v1.Sleep\x12\x1d\n\x05\x64rain\x18\t \x01(\x0b\x32\x0e.weft.v1.Drain\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\n \x01(\x04\x12\x1c\n\x14pinned_base_versions\x18\x0b \x03(\x03\x12\x19\n\x11pinned_base_bytes\x18\x0c \x01(\x04\x12\x1b\n\x04work\x18\r \x01(\x0b\x32\r.weft.v1.Work\x12%\n\x06\x65ngine\x18\x0e \x01(\x0b\x32\x15.weft.v1.EngineReport\x12\x1a\n\x12undo_base_versions\x18\x0f \x03(\x03\x12\x14\n\x0ctakes_deltas\x18\x10 \x01(\x08\"%\n\x0c\x45ngineReport\x12\x15\n\rdraft_version\x18\x01 \x01(\x03\"\x80\x02\n\x10RegisterResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10reference_wanted\x18\x02 \x01(\x08\x12\x1e\n\x16\x63oordinator_generation\x18\x03 \x01(\x03\x12\x16\n\x0e\x63oordinator_id\x18\x04 \x01(\t\x12\x14\n\x0corder_number\x18\x06 \x01(\x03\x12-\n\x0eout_of_service\x18\x07 \x01(\x0b\x32\x15.weft.v1.OutOfService\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x0f\n\x07pool_id\x18\t \x01(\t\"Y\n\x13\x43heckReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\"\x16\n\x14\x43heckReplicaResponse\"=\n\x13PutReferenceRequest\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.weft.v1.ReferenceChunk\"\x16\n\x14PutReferenceResponse\"\xcd\x01\n\x10HeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12&\n\x06report\x18\x13 \x01(\x0b\x32\x16.weft.v1.ReplicaReport\x12\x1b\n\x13staged_transfer_ids\x18\x05 \x03(\t\x12+\n\rheld_versions\x18\x0c \x03(\x0b\x32\x14.weft.v1.HeldVersion\x12\x1e\n\x16held_versions_complete\x18\r \x01(\x08\"@\n\x04Work\x12\x0c\n\x04what\x18\x01 \x01(\t\x12*\n\x07silence\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x0c\x41\x62sentPolicy\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x14\n\x0clast_version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9a\x03\n\x11HeartbeatResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x1d\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x0e.weft.v1.Drain\x12\x13\n\x0bin_transfer\x18\x03 \x01(\x08\x12\x1c\n\x14pinned_base_versions\x18\x05 \x03(\x03\x12\x1c\n\x14held_versions_wanted\x18\x06 \x01(\x08\x12\x1e\n\x16\x63oordinator_generation\x18\x07 \x01(\x03\x12\x14\n\x0corder_number\x18\x08 \x01(\x03\x12\'\n\x07lacking\x18\t \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x14\n\x0clacking_more\x18\n \x01(\x08\x12\x12\n\nbase_doubt\x18\x0b \x01(\t\x12.\n\x0f\x61\x62sent_policies\x18\x0c \x03(\x0b\x32\x15.weft.v1.AbsentPolicy\x12-\n\x0eout_of_service\x18\r \x01(\x0b\x32\x15.weft.v1.OutOfService\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\x12\x0f\n\x07pool_id\x18\x0f \x01(\t\"k\n\x17ReportCheckpointRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\'\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x13.weft.v1.Checkpoint\"\x1a\n\x18ReportCheckpointResponse\"7\n\x0cLeaveRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse*\\\n\x0bWhenRunning\x12\x1c\n\x18WHEN_RUNNING_UNSPECIFIED\x10\x00\x12\x17\n\x13WHEN_RUNNING_FINISH\x10\x01\x12\x16\n\x12WHEN_RUNNING_ABORT\x10\x02*\xaf\x01\n\x0f\x43heckpointState\x12 \n\x1c\x43HECKPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43HECKPOINT_STATE_READING\x10\x01\x12\x1d\n\x19\x43HECKPOINT_STATE_DIGESTED\x10\x02\x12!\n\x1d\x43HECKPOINT_STATE_NOT_COMPARED\x10\x03\x12\x1a\n\x16\x43HECKPOINT_STATE_DUMMY\x10\x04\x32\xc3\x03\n\x0fRegistryService\x12?\n\x08Register\x12\x18.weft.v1.RegisterRequest\x1a\x19.weft.v1.RegisterResponse\x12K\n\x0c\x43heckReplica\x12\x1c.weft.v1.CheckReplicaRequest\x1a\x1d.weft.v1.CheckReplicaResponse\x12M\n\x0cPutReference\x12\x1c.weft.v1.PutReferenceRequest\x1a\x1d.weft.v1.PutReferenceResponse(\x01\x12\x42\n\tHeartbeat\x12\x19.weft.v1.HeartbeatRequest\x1a\x1a.weft.v1.HeartbeatResponse\x12W\n\x10ReportCheckpoint\x12 .weft.v1.ReportCheckpointRequest\x1a!.weft.v1.ReportCheckpointResponse\x12\x36\n\x05Leave\x12\x15.weft.v1.LeaveRequest\x1a\x16.weft.v1.LeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weft/v1/registry.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x13weft/v1/types.proto\"\xfa\x05\n\x0c\x43\x61pabilities\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x14\n\x0cweft_version\x18\x1f \x01(\t\x12\x18\n\x10\x62\x61se_fingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12%\n\nbase_dtype\x18\x04 \x01(\x0e\x32\x11.weft.v1.DataType\x12(\n\radapter_dtype\x18\x05 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x10\n\x08\x62\x61\x63kends\x18\x06 \x03(\t\x12\x15\n\rnum_receivers\x18\x07 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x14\n\x0clora_enabled\x18\t \x01(\x08\x12\x15\n\rmax_lora_rank\x18\n \x01(\r\x12\x14\n\x0clora_modules\x18\x0b \x03(\t\x12\x17\n\x0flora_on_experts\x18\x0c \x01(\x08\x12\x1e\n\x16staging_capacity_bytes\x18\r \x01(\x04\x12\x1e\n\x16\x61\x64\x61pter_capacity_bytes\x18\x0e \x01(\x04\x12\x16\n\x0eloads_in_place\x18\x0f \x01(\x08\x12\x14\n\x0cserved_names\x18\x10 \x03(\t\x12\x14\n\x0cquantization\x18\x11 \x01(\t\x12\x15\n\rlogprobs_mode\x18\x12 \x01(\t\x12\x1a\n\x12logprobs_truncated\x18\x13 \x01(\x08\x12\x18\n\x10running_requests\x18\x15 \x01(\t\x12\x12\n\ntrial_name\x18\x16 \x01(\t\x12\x11\n\tgpu_uuids\x18\x17 \x03(\t\x12\x11\n\tcan_sleep\x18\x18 \x01(\x08\x12\x14\n\x0c\x62\x61se_refusal\x18\x19 \x01(\t\x12\x16\n\x0elora_unapplied\x18\x1a \x03(\t\x12\x14\n\x0c\x64raft_method\x18\x1b \x01(\t\x12\x19\n\x11\x64raft_fingerprint\x18\x1c \x01(\t\x12\x18\n\x10reference_digest\x18\x1e \x01(\t\x12\x14\n\x0cnccl_network\x18  \x01(\t\"A\n\x05Sleep\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x15\n\rweights_awake\x18\x02 \x01(\x08\x12\r\n\x05level\x18\x03 \x01(\x05\".\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"}\n\nCheckpoint\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.weft.v1.CheckpointState\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12&\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x17.weft.v1.CheckpointFile\x12\x0e\n\x06reason\x18\x04 \x01(\t\"1\n\x0cOutOfService\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tno_pushes\x18\x02 \x01(\x08\"E\n\x05\x44rain\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xcd\x03\n\x0fRegisterRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12&\n\x06report\x18\x16 \x01(\x0b\x32\x16.weft.v1.ReplicaReport\x12+\n\rheld_versions\x18\x0c \x03(\x0b\x32\x14.weft.v1.HeldVersion\x12#\n\x1blast_coordinator_generation\x18\r \x01(\x03\x12\x12\n\nlast_epoch\x18\x0e \x01(\x03\x12\x1b\n\x13last_coordinator_id\x18\x0f \x01(\t\x12\'\n\ncheckpoint\x18\x10 \x01(\x0b\x32\x13.weft.v1.Checkpoint\x12-\n\x0eout_of_service\x18\x14 \x01(\x0b\x32\x15.weft.v1.OutOfService\x12\x19\n\x11protocol_revision\x18\x12 \x01(\r\x12\x0f\n\x07pool_id\x18\x17 \x01(\t\"\xf1\x03\n\rReplicaReport\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x1e\n\x16retained_base_versions\x18\x02 \x03(\x03\x12\x30\n\x10spilled_versions\x18\x03 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x14\n\x0c\x64irty_reason\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61se_as_started\x18\x05 \x01(\x08\x12\x10\n\x08refusing\x18\x06 \x01(\t\x12\x14\n\x0corder_number\x18\x07 \x01(\x03\x12\x1d\n\x05sleep\x18\x08 \x01(\x0b\x32\x0e.weft.v1.Sleep\x12\x1d\n\x05\x64rain\x18\t \x01(\x0b\x32\x0e.weft.v1.Drain\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\n \x01(\x04\x12\x1c\n\x14pinned_base_versions\x18\x0b \x03(\x03\x12\x19\n\x11pinned_base_bytes\x18\x0c \x01(\x04\x12\x1b\n\x04work\x18\r \x01(\x0b\x32\r.weft.v1.Work\x12%\n\x06\x65ngine\x18\x0e \x01(\x0b\x32\x15.weft.v1.EngineReport\x12\x1a\n\x12undo_base_versions\x18\x0f \x03(\x03\x12\x14\n\x0ctakes_deltas\x18\x10 \x01(\x08\"%\n\x0c\x45ngineReport\x12\x15\n\rdraft_version\x18\x01 \x01(\x03\"\x80\x02\n\x10RegisterResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10reference_wanted\x18\x02 \x01(\x08\x12\x1e\n\x16\x63oordinator_generation\x18\x03 \x01(\x03\x12\x16\n\x0e\x63oordinator_id\x18\x04 \x01(\t\x12\x14\n\x0corder_number\x18\x06 \x01(\x03\x12-\n\x0eout_of_service\x18\x07 \x01(\x0b\x32\x15.weft.v1.OutOfService\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x0f\n\x07pool_id\x18\t \x01(\t\"Y\n\x13\x43heckReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\"\x16\n\x14\x43heckReplicaResponse\"=\n\x13PutReferenceRequest\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.weft.v1.ReferenceChunk\"\x16\n\x14PutReferenceResponse\"\xcd\x01\n\x10HeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12&\n\x06report\x18\x13 \x01(\x0b\x32\x16.weft.v1.ReplicaReport\x12\x1b\n\x13staged_transfer_ids\x18\x05 \x03(\t\x12+\n\rheld_versions\x18\x0c \x03(\x0b\x32\x14.weft.v1.HeldVersion\x12\x1e\n\x16held_versions_complete\x18\r \x01(\x08\"@\n\x04Work\x12\x0c\n\x04what\x18\x01 \x01(\t\x12*\n\x07silence\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x0c\x41\x62sentPolicy\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x14\n\x0clast_version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9a\x03\n\x11HeartbeatResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x1d\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x0e.weft.v1.Drain\x12\x13\n\x0bin_transfer\x18\x03 \x01(\x08\x12\x1c\n\x14pinned_base_versions\x18\x05 \x03(\x03\x12\x1c\n\x14held_versions_wanted\x18\x06 \x01(\x08\x12\x1e\n\x16\x63oordinator_generation\x18\x07 \x01(\x03\x12\x14\n\x0corder_number\x18\x08 \x01(\x03\x12\'\n\x07lacking\x18\t \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x14\n\x0clacking_more\x18\n \x01(\x08\x12\x12\n\nbase_doubt\x18\x0b \x01(\t\x12.\n\x0f\x61\x62sent_policies\x18\x0c \x03(\x0b\x32\x15.weft.v1.AbsentPolicy\x12-\n\x0eout_of_service\x18\r \x01(\x0b\x32\x15.weft.v1.OutOfService\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\x12\x0f\n\x07pool_id\x18\x0f \x01(\t\"k\n\x17ReportCheckpointRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\'\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x13.weft.v1.Checkpoint\"\x1a\n\x18ReportCheckpointResponse\"7\n\x0cLeaveRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse*\\\n\x0bWhenRunning\x12\x1c\n\x18WHEN_RUNNING_UNSPECIFIED\x10\x00\x12\x17\n\x13WHEN_RUNNING_FINISH\x10\x01\x12\x16\n\x12WHEN_RUNNING_ABORT\x10\x02*\xaf\x01\n\x0f\x43heckpointState\x12 \n\x1c\x43HECKPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43HECKPOINT_STATE_READING\x10\x01\x12\x1d\n\x19\x43HECKPOINT_STATE_DIGESTED\x10\x02\x12!\n\x1d\x43HECKPOINT_STATE_NOT_COMPARED\x10\x03\x12\x1a\n\x16\x43HECKPOINT_STATE_DUMMY\x10\x04\x32\xc3\x03\n\x0fRegistryService\x12?\n\x08Register\x12\x18.weft.v1.RegisterRequest\x1a\x19.weft.v1.RegisterResponse\x12K\n\x0c\x43heckReplica\x12\x1c.weft.v1.CheckReplicaRequest\x1a\x1d.weft.v1.CheckReplicaResponse\x12M\n\x0cPutReference\x12\x1c.weft.v1.PutReferenceRequest\x1a\x1d.weft.v1.PutReferenceResponse(\x01\x12\x42\n\tHeartbeat\x12\x19.weft.v1.HeartbeatRequest\x1a\x1a.weft.v1.HeartbeatResponse\x12W\n\x10ReportCheckpoint\x12 .weft.v1.ReportCheckpointRequest\x1a!.weft.v1.ReportCheckpointResponse\x12\x36\n\x05Leave\x12\x15.weft.v1.LeaveRequest\x1a\x16.weft.v1.LeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_rl.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WHENRUNNING']._serialized_start=3627
-  _globals['_WHENRUNNING']._serialized_end=3719
-  _globals['_CHECKPOINTSTATE']._serialized_start=3722
-  _globals['_CHECKPOINTSTATE']._serialized_end=3897
+  _globals['_WHENRUNNING']._serialized_start=3649
+  _globals['_WHENRUNNING']._serialized_end=3741
+  _globals['_CHECKPOINTSTATE']._serialized_start=3744
+  _globals['_CHECKPOINTSTATE']._serialized_end=3919
   _globals['_CAPABILITIES']._serialized_start=89
-  _globals['_CAPABILITIES']._serialized_end=829
-  _globals['_SLEEP']._serialized_start=831
-  _globals['_SLEEP']._serialized_end=896
-  _globals['_CHECKPOINTFILE']._serialized_start=898
-  _globals['_CHECKPOINTFILE']._serialized_end=944
-  _globals['_CHECKPOINT']._serialized_start=946
-  _globals['_CHECKPOINT']._serialized_end=1071
-  _globals['_OUTOFSERVICE']._serialized_start=1073
-  _globals['_OUTOFSERVICE']._serialized_end=1122
-  _globals['_DRAIN']._serialized_start=1124
-  _globals['_DRAIN']._serialized_end=1193
-  _globals['_REGISTERREQUEST']._serialized_start=1196
-  _globals['_REGISTERREQUEST']._serialized_end=1657
-  _globals['_REPLICAREPORT']._serialized_start=1660
-  _globals['_REPLICAREPORT']._serialized_end=2157
-  _globals['_ENGINEREPORT']._serialized_start=2159
-  _globals['_ENGINEREPORT']._serialized_end=2196
-  _globals['_REGISTERRESPONSE']._serialized_start=2199
-  _globals['_REGISTERRESPONSE']._serialized_end=2455
-  _globals['_CHECKREPLICAREQUEST']._serialized_start=2457
-  _globals['_CHECKREPLICAREQUEST']._serialized_end=2546
-  _globals['_CHECKREPLICARESPONSE']._serialized_start=2548
-  _globals['_CHECKREPLICARESPONSE']._serialized_end=2570
-  _globals['_PUTREFERENCEREQUEST']._serialized_start=2572
-  _globals['_PUTREFERENCEREQUEST']._serialized_end=2633
-  _globals['_PUTREFERENCERESPONSE']._serialized_start=2635
-  _globals['_PUTREFERENCERESPONSE']._serialized_end=2657
-  _globals['_HEARTBEATREQUEST']._serialized_start=2660
-  _globals['_HEARTBEATREQUEST']._serialized_end=2865
-  _globals['_WORK']._serialized_start=2867
-  _globals['_WORK']._serialized_end=2931
-  _globals['_ABSENTPOLICY']._serialized_start=2933
-  _globals['_ABSENTPOLICY']._serialized_end=3001
-  _globals['_HEARTBEATRESPONSE']._serialized_start=3004
-  _globals['_HEARTBEATRESPONSE']._serialized_end=3414
-  _globals['_REPORTCHECKPOINTREQUEST']._serialized_start=3416
-  _globals['_REPORTCHECKPOINTREQUEST']._serialized_end=3523
-  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_start=3525
-  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_end=3551
-  _globals['_LEAVEREQUEST']._serialized_start=3553
-  _globals['_LEAVEREQUEST']._serialized_end=3608
-  _globals['_LEAVERESPONSE']._serialized_start=3610
-  _globals['_LEAVERESPONSE']._serialized_end=3625
-  _globals['_REGISTRYSERVICE']._serialized_start=3900
-  _globals['_REGISTRYSERVICE']._serialized_end=4351
+  _globals['_CAPABILITIES']._serialized_end=851
+  _globals['_SLEEP']._serialized_start=853
+  _globals['_SLEEP']._serialized_end=918
+  _globals['_CHECKPOINTFILE']._serialized_start=920
+  _globals['_CHECKPOINTFILE']._serialized_end=966
+  _globals['_CHECKPOINT']._serialized_start=968
+  _globals['_CHECKPOINT']._serialized_end=1093
+  _globals['_OUTOFSERVICE']._serialized_start=1095
+  _globals['_OUTOFSERVICE']._serialized_end=1144
+  _globals['_DRAIN']._serialized_start=1146
+  _globals['_DRAIN']._serialized_end=1215
+  _globals['_REGISTERREQUEST']._serialized_start=1218
+  _globals['_REGISTERREQUEST']._serialized_end=1679
+  _globals['_REPLICAREPORT']._serialized_start=1682
+  _globals['_REPLICAREPORT']._serialized_end=2179
+  _globals['_ENGINEREPORT']._serialized_start=2181
+  _globals['_ENGINEREPORT']._serialized_end=2218
+  _globals['_REGISTERRESPONSE']._serialized_start=2221
+  _globals['_REGISTERRESPONSE']._serialized_end=2477
+  _globals['_CHECKREPLICAREQUEST']._serialized_start=2479
+  _globals['_CHECKREPLICAREQUEST']._serialized_end=2568
+  _globals['_CHECKREPLICARESPONSE']._serialized_start=2570
+  _globals['_CHECKREPLICARESPONSE']._serialized_end=2592
+  _globals['_PUTREFERENCEREQUEST']._serialized_start=2594
+  _globals['_PUTREFERENCEREQUEST']._serialized_end=2655
+  _globals['_PUTREFERENCERESPONSE']._serialized_start=2657
+  _globals['_PUTREFERENCERESPONSE']._serialized_end=2679
+  _globals['_HEARTBEATREQUEST']._serialized_start=2682
+  _globals['_HEARTBEATREQUEST']._serialized_end=2887
+  _globals['_WORK']._serialized_start=2889
+  _globals['_WORK']._serialized_end=2953
+  _globals['_ABSENTPOLICY']._serialized_start=2955
+  _globals['_ABSENTPOLICY']._serialized_end=3023
+  _globals['_HEARTBEATRESPONSE']._serialized_start=3026
+  _globals['_HEARTBEATRESPONSE']._serialized_end=3436
+  _globals['_REPORTCHECKPOINTREQUEST']._serialized_start=3438
+  _globals['_REPORTCHECKPOINTREQUEST']._serialized_end=3545
+  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_start=3547
+  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_end=3573
+  _globals['_LEAVEREQUEST']._serialized_start=3575
+  _globals['_LEAVEREQUEST']._serialized_end=3630
+  _globals['_LEAVERESPONSE']._serialized_start=3632
+  _globals['_LEAVERESPONSE']._serialized_end=3647
+  _globals['_REGISTRYSERVICE']._serialized_start=3922
+  _globals['_REGISTRYSERVICE']._serialized_end=4373
 # @@protoc_insertion_point(module_scope)

@@ -116,6 +116,7 @@ class Capabilities(_message.Message):
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     DRAFT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     REFERENCE_DIGEST_FIELD_NUMBER: _builtins.int
+    NCCL_NETWORK_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     weft_version: _builtins.str
@@ -195,6 +196,10 @@ class Capabilities(_message.Message):
     "NAME 4096,32 NAMES" for each of its modules, sorted; each line ends with a line feed, other
     names are divided by spaces. PutReference is asked for where no such description is known.
     """
+    nccl_network: _builtins.str
+    """The network by which its NCCL reaches other hosts: members that all say the same reach each
+    other by better than NCCL's plain sockets. Others take "stream" first. Empty on CPUs.
+    """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Side-group backends, best first: "nccl", "one-sided", "stream", "gloo"."""
@@ -256,10 +261,11 @@ class Capabilities(_message.Message):
         draft_method: _builtins.str = ...,
         draft_fingerprint: _builtins.str = ...,
         reference_digest: _builtins.str = ...,
+        nccl_network: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "reference_digest", b"reference_digest", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "nccl_network", b"nccl_network", "num_receivers", b"num_receivers", "quantization", b"quantization", "reference_digest", b"reference_digest", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -246,6 +246,7 @@ def make_capabilities(
         backends=first.backends,
         trial_name=first.trial_name,
         gpu_uuids=tuple(each.gpu_uuid for each in declared if each.gpu_uuid),
+        nccl_network=first.nccl_network,
         adapter_dtype=base_dtype if lora is None else data_type(lora.lora_dtype),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         lora_enabled=lora is not None,

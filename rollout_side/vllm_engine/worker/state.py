@@ -48,7 +48,7 @@ from rollout_side.vllm_engine.worker.holdings import (
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl import logs
-from weft_rl.contract.backends import ONE_SIDED, BackendChoice
+from weft_rl.contract.backends import NCCL, ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.tensors import LinearModule, Reference, TensorMeta
@@ -57,6 +57,7 @@ from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends, gpu_uuid
 from weft_rl.transport.digests.wsum64 import warm
 from weft_rl.transport.group import on_device
+from weft_rl.transport.nccl_network import nccl_network
 from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 _log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class WorkerDeclaration:
     trial_name: str
     """Name under which the receiving worker answers trials."""
     gpu_uuid: str
+    nccl_network: str
 
 
 def decide_memory(
@@ -235,6 +237,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, WorkerD
         backends=backends,
         trial_name="" if state.trials is None else state.trials.name,
         gpu_uuid=gpu_uuid(worker.device),
+        nccl_network=nccl_network() if NCCL in backends else "",
     )
 
 

@@ -329,6 +329,7 @@ class PublishServicer(
             backends=shared_backends(targets),
             trial_names=[target.capabilities.trial_name for target in targets],
             gpu_uuids=[uuid for target in targets for uuid in target.capabilities.gpu_uuids],
+            nccl_networks=sorted({target.capabilities.nccl_network for target in targets}),
             draft_tensors=map(reference_tensor_to_proto, reference.draft),
             draft_prefixes=reference.draft_prefixes,
             reference_name=described.name,

@@ -98,6 +98,24 @@ def test_nccl_is_never_used_where_two_share_a_gpu(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_streams_come_before_the_plain_sockets_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "nccl_network", lambda: "sockets of host a")
+    pool = target("nccl", "stream", "gloo", gpus=("GPU-0",))
+    pool.nccl_networks.append("sockets of host a")
+    assert BackendSelection().backend(pool).name == "nccl"
+    pool.nccl_networks.append("sockets of host b")
+    selected = BackendSelection().backend(pool)
+    assert (selected.name, selected.why) == (
+        "stream",
+        "the best that all have; not nccl: it would use plain sockets between these hosts",
+    )
+    assert BackendSelection().backend(pool, without=["stream"]).name == "nccl"
+    assert BackendSelection("nccl").backend(pool).why == "chosen by the trainer"
+    pool.backends[:] = ["nccl"]
+    assert BackendSelection().backend(pool).why == "the best that all have"
+
+
+@pytest.mark.usefixtures("gpu")
 def test_memory_of_a_gpu_is_what_is_tried_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

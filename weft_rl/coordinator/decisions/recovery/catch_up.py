@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 
 from weft_rl.containers import replace
-from weft_rl.contract.backends import BACKENDS
+from weft_rl.contract.backends import BACKENDS, best_first
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.repair import Repair, Restore, back_off, waiting_repair
@@ -166,7 +166,8 @@ def _backend(source: Replica, replica: Replica) -> str | None:
     """Return the best backend that both have; one that works within a host comes last, since nobody
     has tried whether these two share one."""
     theirs, ours = replica.capabilities, source.capabilities
-    names = sorted(ours.backends, key=lambda name: BACKENDS[name].within_host)
+    names = best_first(ours.backends, {ours.nccl_network, theirs.nccl_network})
+    names.sort(key=lambda name: BACKENDS[name].within_host)
     if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):
         names = [name for name in names if not BACKENDS[name].one_per_gpu]
     return next((name for name in names if name in theirs.backends), None)

@@ -369,6 +369,24 @@ def test_a_clone_takes_what_two_replicas_are_sure_to_share(
     assert clone.backend == used
 
 
+@pytest.mark.parametrize(
+    ("networks", "used"), [(("RoCE", "RoCE"), "nccl"), (("sockets of host a", "RoCE"), "stream")]
+)
+def test_a_clone_uses_no_plain_sockets_of_nccl(networks: tuple[str, str], used: str) -> None:
+    m = serving_pool()
+    m.register("r1")
+    replicas = dict(m.state.replicas)
+    for name, network in zip(("r0", "r1"), networks, strict=True):
+        backends = ("one-sided", "nccl", "stream", "gloo")
+        changed = replace(CAPABILITIES, backends=backends, nccl_network=network)
+        replicas[name] = replace(replicas[name], capabilities=changed)
+    m.state = replace(m.state, replicas=replicas)
+    m.do(events.Tick())
+    m.answer_look_ups()
+    (clone,) = m.state.transfers.values()
+    assert clone.backend == used
+
+
 def test_backends_must_meet() -> None:
     m = serving_pool()
     m.register("r1")

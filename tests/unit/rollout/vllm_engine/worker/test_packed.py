@@ -29,6 +29,7 @@ _DECLARED = WorkerDeclaration(
     pid=8, expected_modules=("q_proj",), lora_unapplied=(), sent_as_float32=("w0",),
     untold_modules=(LinearModule("up", (4, 5), ("up_proj",)),), base_refusal="", draft=("w1",),
     reload_verdict=None, staging_bytes=2**39, backends=("gloo",), trial_name="t", gpu_uuid="",
+    nccl_network="",
 )  # fmt: skip
 
 
