@@ -159,6 +159,8 @@ class DeltaSelection:
 
     def close(self) -> None:
         """Give the copy's memory back."""
+        if self.copy is not None:
+            self.copy.settle()
         self.copy = None
 
     def _of(self, plan: PushPlan) -> DeltaHistory:

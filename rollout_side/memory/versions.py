@@ -19,6 +19,7 @@ from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.manifest import Manifest, Run, TensorSlot
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft_rl.progress import OnProgress
+from weft_rl.transport.group import CPU
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 from weft_rl.transport.wire.changes import RunPlace
 
@@ -136,18 +137,14 @@ class ServedBase:
     """Memory of runs whose changes were read; of all versions that deltas make of it."""
     is_whole: bool = field(default=True, compare=False)
     """True if all elements lie here, so that it can be sent."""
+    device: torch.device = field(default=CPU, compare=False)
+    """Device of the weights."""
 
     @property
     def shards(self) -> tuple[tuple[ElementShard, ...], ...]:
         """Elements of each tensor that lie here, in the order of ``places``."""
         every = range(len(self.manifest.tensors))
         return tuple(tuple(place.shard for place in self.places(tensor)) for tensor in every)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights; only of a base that ``takes_deltas``."""
-        every = range(len(self.manifest.tensors))
-        return next(p.bits.device for tensor in every for p in self.places(tensor))
 
     @property
     def takes_deltas(self) -> bool:

@@ -182,7 +182,7 @@ def test_a_copy_of_the_trainers_that_is_not_what_it_says_is_found_and_made_anew(
             publisher.push_base(model)
         now = engines[2].store.served.base
         assert now is not None
-        copy_of(publisher).content_digest = now.content_digest
+        copy_of(publisher).committed(now.content_digest)
     num_served = len(served)
     step(model)
     report = publisher.push_base(model).report

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
+from weft_rl.interrupts import OwnThread
+from weft_rl.transport.group import on_device
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
     packed_places,
     start_applying,
     warm,
 )
+
+_log = logging.getLogger(__name__)
 
 #: Buckets that are compared at a time: while a GPU does, the next one is begun.
 NUM_COMPARED = 2
@@ -24,7 +30,8 @@ _MARGIN_BYTES = 4 * 2**30
 class CommittedCopy:
     """Copy of a rank's wire buckets as they were sent whole, with the digest of their version.
 
-    It is of a version only from the commit on: while buckets are put, it is of none.
+    It is of a version only from the commit on: while buckets are put, it is of none. The changes of
+    a delta are applied to it on a thread of its own; what reads it waits for that.
 
     Args:
         packing: Buckets of the rank, of known runs.
@@ -38,12 +45,12 @@ class CommittedCopy:
     def __init__(self, packing: PackedLayout, device: torch.device) -> None:
         assert packing.runs is not None, "a delta is of known runs"
         self.packing, self._device = packing, device
-        self.content_digest = b""
+        self._digest = b""
         self._num_put = 0
         self._written: torch.cuda.Event | None = None
         self._packer: Packer | None = None
-        #: For each tensor, the sum of its runs' digests here.
-        self.totals: list[int] = []
+        self._following: OwnThread[None] | None = None
+        self._totals: list[int] = []
         wires = [packing.plan.buckets[i] for i in packing.plan.sent_by(packing.sender)]
         self.num_bytes = sum(wire.payload_bytes for wire in wires)
         is_aside = device.type == "cuda" and not _has_room(device, self.num_bytes)
@@ -65,6 +72,18 @@ class CommittedCopy:
         """True if it is of a version."""
         return bool(self.content_digest)
 
+    @property
+    def content_digest(self) -> bytes:
+        """Content that it is of; empty where it is of no version."""
+        self.settle()
+        return self._digest
+
+    @property
+    def totals(self) -> list[int]:
+        """For each tensor, the sum of its runs' digests here."""
+        self.settle()
+        return self._totals
+
     def packer(self, device: torch.device) -> Packer:
         """Return a packer, kept with the copy, for what must be packed to be compared with it."""
         if self._packer is None:
@@ -74,6 +93,7 @@ class CommittedCopy:
     def payload(self, nth: int) -> torch.Tensor:
         """Return the payload of a bucket of this rank, uint8: the copy itself, to be read on the
         calling thread's current stream."""
+        self.settle()
         if self._written is not None:  # on the stream of another thread, perhaps
             torch.cuda.current_stream(self._device).wait_event(self._written)
         return self._payloads[nth]
@@ -82,10 +102,11 @@ class CommittedCopy:
         """Copy a bucket that was packed, each in order. On an accelerator it is copied on the
         calling thread's current stream."""
         if nth == 0:
-            self.content_digest, self._num_put = b"", 0
-            self.totals = [0] * len(self.packing.manifest.tensors)
+            self.settle()
+            self._digest, self._num_put = b"", 0
+            self._totals = [0] * len(self.packing.manifest.tensors)
         for run, digest in zip(packed.runs, packed.digests, strict=True):
-            self.totals[run.tensor] = (self.totals[run.tensor] + digest) % 2**64
+            self._totals[run.tensor] = (self._totals[run.tensor] + digest) % 2**64
         # On the host nothing waits for a copy but this thread.
         self._payloads[nth].copy_(payload, non_blocking=payload.is_cuda)
         self._note_written()
@@ -93,30 +114,54 @@ class CommittedCopy:
 
     def committed(self, content_digest: bytes) -> None:
         """Record that the pool has committed what was put, if that is all."""
-        self.content_digest = content_digest if self._num_put == len(self._payloads) else b""
+        self._digest = content_digest if self._num_put == len(self._payloads) else b""
 
     def apply(
         self, coded: Sequence[EncodedChanges], content_digest: bytes, totals: Sequence[int]
     ) -> None:
-        """Bring the copy up to date by the changes of a delta that the pool has committed.
+        """Begin to bring the copy up to date by the changes of a delta that the pool has committed;
+        returns at once. Where it fails, the copy is of no version, and the log says why."""
+        self.settle()
+        self._digest, self._written = b"", None
+        is_coded = None
+        if self._device.type == "cuda":
+            is_coded = torch.cuda.current_stream(self._device).record_event()
+        work = partial(self._apply, coded, content_digest, totals, is_coded)
+        self._following = OwnThread(work).start()
 
-        Raises:
-            DigestMismatchError: It is not what was compared; it is of no version then.
-            RuntimeError: There is no memory for it, and it is of none: torch's own.
-        """
-        self.content_digest = b""
-        assert self.packing.runs is not None
+    def settle(self) -> None:
+        """Block until ``apply`` has ended."""
+        if self._following is None:
+            return
+        try:
+            self._following.result()
+        except Exception as error:  # noqa: BLE001 (whatever failed, the copy is of no version)
+            _log.warning("the next push sends all elements, for a new copy of them: %s", error)
+        self._following = None
+
+    def _apply(
+        self,
+        coded: Sequence[EncodedChanges],
+        content_digest: bytes,
+        totals: Sequence[int],
+        is_coded: torch.cuda.Event | None,
+    ) -> None:
         begun = deque[Callable[[], object]]()
-        for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
-            sizes = self.packing.itemsizes(runs)
-            places, payload = packed_places(runs, sizes), own.payload.to(data.device)
-            begun.append(start_applying(payload, runs, sizes, data, places))
-            if len(begun) == NUM_COMPARED:
-                begun.popleft()()
-        for end in begun:
-            end()
-        self._note_written()
-        self.content_digest, self.totals = content_digest, list(totals)
+        assert self.packing.runs is not None
+        with on_device(self._device):
+            if is_coded is not None:
+                torch.cuda.current_stream(self._device).wait_event(is_coded)
+            for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
+                sizes = self.packing.itemsizes(runs)
+                places, payload = packed_places(runs, sizes), own.payload.to(data.device)
+                begun.append(start_applying(payload, runs, sizes, data, places))
+                if len(begun) == NUM_COMPARED:
+                    begun.popleft()()
+            for end in begun:
+                end()
+            if is_coded is not None:  # what was coded is freed with this thread's work
+                torch.cuda.current_stream(self._device).synchronize()
+        self._totals, self._digest = list(totals), content_digest
 
     def _note_written(self) -> None:
         if self._device.type == "cuda":

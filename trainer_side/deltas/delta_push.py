@@ -220,11 +220,11 @@ class DeltaPush(RankPush):
         self._whole.release()
 
     def committed(self, content_digest: bytes) -> None:
-        """Bring the copy up to date: the pool has committed the delta.
+        """Begin to bring the copy up to date: the pool has committed the delta.
 
         Raises:
             DigestMismatchError: The copy was wrong, for the delta makes other elements of it than
-                were sent beside it; or see ``CommittedCopy.apply``.
+                were sent beside it.
         """
         if self._packed_totals != self._totals:
             raise DigestMismatchError("the copy of what the pool committed last was damaged")

@@ -462,4 +462,5 @@ def served_base(
         tuple(tensor_digests) if takes_deltas else (),
         plan.places,
         is_whole=plan.is_readable,
+        device=plan.device,
     )

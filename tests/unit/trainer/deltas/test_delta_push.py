@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.doubles.shards import held_push
+from trainer_side.deltas import committed_copy
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.deltas.delta_push import DeltaPush, compare, delta_packing
 from trainer_side.packing.packer import (
@@ -25,6 +26,7 @@ from trainer_side.sources.source import CastRule, HeldTensors, tensor_source
 from weft_rl.contract.errors import DigestMismatchError, NotFiniteError
 from weft_rl.contract.manifest import mixed_plan, plan_buckets
 from weft_rl.contract.tensors import DataType
+from weft_rl.interrupts import Flag, OwnThread
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
 from weft_rl.transport.group import CPU
 
@@ -163,6 +165,37 @@ def test_a_copy_of_which_the_delta_makes_other_elements_than_were_sent_is_given_
     assert buckets.digests([]) == send(push_of(new))[1]  # of what is true
     with pytest.raises(DigestMismatchError, match="damaged"):
         push.committed(BASE)
+
+
+def test_a_copy_that_cannot_follow_is_of_no_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = copied(made(1))
+    delta = delta_of(changed(made(1)), copy)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(committed_copy, "start_applying", full)
+    delta.committed(BASE)
+    assert not copy.is_valid
+    assert "the next push sends all elements, for a new copy of them: CUDA" in caplog.text
+    assert copy.key == b""
+
+
+def test_who_reads_the_copy_waits_for_it_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copied(made(1))
+    delta, begin, start = delta_of(changed(made(1)), copy), Flag(), committed_copy.start_applying
+
+    def late(*args: Any) -> Any:
+        assert begin.wait(10)
+        return start(*args)
+
+    monkeypatch.setattr(committed_copy, "start_applying", late)
+    delta.committed(b"another!")  # does not wait
+    OwnThread(begin.set).start()
+    assert copy.content_digest == b"another!"
+    assert torch.equal(copy.payload(0), send(push_of(changed(made(1))))[0][0])
 
 
 def test_nothing_that_changed_is_a_delta_of_nothing() -> None:
