@@ -180,11 +180,11 @@ def test_who_garbles_what_it_passes_on_costs_nobody_the_push(pool, engines, monk
     """The next replica finds it out, asks the trainer again, and says who it was."""
     send, garbled = Lane.send_piece, []
 
-    def send_badly(lane, sequence, total, index, content):
+    def send_badly(lane, piece, content):
         if lane.peer.startswith("rank 2") and not garbled:
-            garbled.append(sequence)
+            garbled.append(piece.sequence)
             content = memoryview(bytes(len(content)))
-        send(lane, sequence, total, index, content)
+        send(lane, piece, content)
 
     monkeypatch.setattr(Lane, "send_piece", send_badly)
     with Publisher(pool.target, trainer_id="trainer-a", backend="stream") as publisher:

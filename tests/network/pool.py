@@ -22,7 +22,7 @@ BETWEEN_HOSTS = tuple(
 )
 #: Seconds of the coordinator's patience, so short that a case takes seconds.
 HEARTBEAT_SECONDS, LOST_SECONDS, STALL_SECONDS = 0.3, 2.0, 3.0
-_NUM_TENSORS, _FLOAT_BYTES = 24, 4
+_NUM_TENSORS, _FLOAT_BYTES = 24, 2
 #: Of every host with a dead end: it leads nowhere, so they need not differ.
 _DEAD_ADDRESS = "192.0.2.1"
 _FAR = "far"
@@ -155,8 +155,8 @@ class HostedPool:
             env[SITE_VARIABLE] = _FAR
         if "--listen" not in options:
             options += ["--listen", self.address(host)]
-        args = (*module, self.target, name, str(_NUM_TENSORS), str(self.plan.elements), "--keep",
-                *options)  # fmt: skip
+        size = str(_NUM_TENSORS), str(self.plan.elements)
+        args = (*module, self.target, name, *size, "--keep", "--bfloat16", *options)
         self.replicas[name] = host.start(name, args, env)
 
     def arm(self, point: str) -> Strike:

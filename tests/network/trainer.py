@@ -55,7 +55,7 @@ def weights(seed: int, num_tensors: int, elements: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for parameter in made.parameters():
         parameter.data.normal_(generator=generator)
-    return made
+    return made.bfloat16()
 
 
 def _join(settings: TrainerSettings) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Mapping
 
 from weft_rl.transport.stream.lane import Lane
 from weft_rl.transport.stream.messages import Wants
+from weft_rl.transport.stream.piece_coding import SLOW_BYTES_PER_SECOND
 from weft_rl.transport.stream.works import StreamWork, pieces_in
+
+#: Links that were busy for less are not measured.
+_MEASURED_SECONDS = 0.1
 
 
 class FedReceiver:
@@ -23,6 +27,8 @@ class FedReceiver:
         self.lanes: list[Lane] = []
         self.is_over = False
         self._told = (0, 0.0)
+        #: True while its links carry so little that fewer bytes are worth the coding.
+        self.is_slow = False
 
     def take_sent(self, works: Mapping[int, StreamWork]) -> tuple[int, float, int]:
         """Return the bytes sent since the last call, the seconds for which their links had any, and
@@ -37,7 +43,10 @@ class FedReceiver:
             if work.sequence >= self.sequence
         )
         waiting = max(0, here) + sum(lane.num_queued for lane in each)
-        return max(0, num_bytes - bytes_before), max(0.0, seconds - seconds_before), waiting
+        sent, busy = max(0, num_bytes - bytes_before), max(0.0, seconds - seconds_before)
+        if busy >= _MEASURED_SECONDS:
+            self.is_slow = sent < SLOW_BYTES_PER_SECOND * busy
+        return sent, busy, waiting
 
     def has_next(self, works: Mapping[int, StreamWork]) -> bool:
         """Return whether ``next_piece`` may find one."""

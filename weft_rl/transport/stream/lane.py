@@ -29,6 +29,7 @@ from weft_rl.transport.stream.messages import (
     Challenge,
     LaneHello,
     Message,
+    PieceHead,
     Proof,
     StreamError,
 )
@@ -144,9 +145,9 @@ class Lane:
             raise StreamError(f"{self.peer} said {type(message).__name__} out of turn")
         return message
 
-    def send_piece(self, sequence: int, total: int, index: int, content: memoryview) -> None:
-        """Send a piece of a bucket."""
-        head = PIECE_HEAD.pack(sequence, total, index)
+    def send_piece(self, piece: PieceHead, content: memoryview | bytes) -> None:
+        """Send a piece of a bucket, or what it is coded as."""
+        head = PIECE_HEAD.pack(*piece)
         if self.is_encrypted:
             self._send(head)
             self._send(content)
@@ -158,15 +159,13 @@ class Lane:
                 sent = len(head)
         except OSError as error:
             raise self._gone(error) from error
-        self._send(content[sent - len(head) :])
+        self._send(memoryview(content)[sent - len(head) :])
 
-    def receive_head(self) -> tuple[int, int, int]:
-        """Receive the head of the next piece: the bucket's number, its bytes, the piece's number.
-        Blocks until one comes."""
+    def receive_head(self) -> PieceHead:
+        """Receive the head of the next piece. Blocks until one comes."""
         head = bytearray(PIECE_HEAD.size)
         self._receive(memoryview(head))
-        sequence, total, index = PIECE_HEAD.unpack(head)
-        return sequence, total, index
+        return PieceHead(*PIECE_HEAD.unpack(head))
 
     def receive_into(self, content: memoryview) -> None:
         """Receive the bytes of a piece."""

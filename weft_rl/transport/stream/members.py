@@ -44,6 +44,7 @@ from weft_rl.transport.stream.messages import (
     Chain,
     KeptBucket,
     LaneHello,
+    PieceHead,
     Place,
     Serves,
     Station,
@@ -51,6 +52,7 @@ from weft_rl.transport.stream.messages import (
     Wants,
 )
 from weft_rl.transport.stream.order import chain_of, sources_of
+from weft_rl.transport.stream.piece_coding import decode_piece
 from weft_rl.transport.stream.works import StreamWork
 from weft_rl.transport.wire.buckets import WHOLE, BucketOptions, write_tail
 from weft_rl.transport.wire.lane_options import LaneOptions
@@ -371,7 +373,7 @@ class StreamMember:
                     waker.wait_for(lambda: self._has_next(hop), _LOOK_SECONDS)
                     continue
                 work, index = taken
-                lane.send_piece(work.sequence, work.num_bytes, index, work.piece(index))
+                self._send_piece(lane, work, index, is_slow=hop.is_slow)
                 with self._lock:
                     hop.note_sent(work.sequence)
 
@@ -386,7 +388,15 @@ class StreamMember:
         lane.say(Serves(wanted))
         lane.set_deadline(None)
         for index in range(work.num_pieces):
-            lane.send_piece(wanted, work.num_bytes, index, work.piece(index))
+            self._send_piece(lane, work, index, is_slow=False)
+
+    @staticmethod
+    def _send_piece(lane: Lane, work: StreamWork, index: int, *, is_slow: bool) -> None:
+        """Send a piece coded where that came so, or the link is slow and the piece gets shorter."""
+        coded = work.coded_piece(index) if is_slow else work.coded.get(index)
+        num_coded = 0 if coded is None else len(coded)
+        head = PieceHead(work.sequence, work.num_bytes, index, num_coded)
+        lane.send_piece(head, work.piece(index) if coded is None else coded)
 
     def _has_next(self, hop: FedReceiver) -> bool:
         return bool(self.error) or hop.has_next(self._works)
@@ -544,11 +554,11 @@ class StreamReceiver(StreamMember):
                 lane.hear(Serves)
                 lane.set_deadline(deadline)
                 while not memory.is_whole:
-                    sequence, num_bytes, index = lane.receive_head()
-                    if (sequence, num_bytes) != (memory.sequence, memory.num_bytes):
+                    head = lane.receive_head()
+                    if (head.sequence, head.num_bytes) != (memory.sequence, memory.num_bytes):
                         raise StreamError(f"{lane.peer} sends another bucket than was asked for")
-                    lane.receive_into(memory.piece(index))
-                    memory.put(index, lane.peer)
+                    self._receive_piece(lane, memory, head)
+                    memory.put(head.nth, lane.peer)
         except PeerError as error:
             _log.warning("bucket %d cannot be received again: %s", work.sequence, error)
             return False
@@ -668,16 +678,18 @@ class StreamReceiver(StreamMember):
         try:
             with self._waker(self._waiting) as waker:
                 while not (self.error or over):
-                    sequence, num_bytes, index = lane.receive_head()
-                    work = self._memory_of(sequence, waker, over)
-                    if work.num_bytes != num_bytes:
+                    head = lane.receive_head()
+                    work = self._memory_of(head.sequence, waker, over)
+                    if work.num_bytes != head.num_bytes:
                         raise StreamError(
-                            f"{lane.peer} sends {num_bytes:,} bytes where {work.num_bytes:,} are "
-                            "expected"
+                            f"{lane.peer} sends {head.num_bytes:,} bytes where "
+                            f"{work.num_bytes:,} are expected"
                         )
-                    lane.receive_into(work.piece(index))
+                    coded = self._receive_piece(lane, work, head)
                     with self._lock:
-                        work.put(index, lane.peer)
+                        if coded and self._hops and not work.has(head.nth):
+                            work.coded[head.nth] = coded
+                        work.put(head.nth, lane.peer)
                         self._num_pieces += 1
                         is_whole = work.is_whole
                         if is_whole:
@@ -691,6 +703,21 @@ class StreamReceiver(StreamMember):
                 _log.exception("pieces cannot be received")
             over.append(str(error))
             self._ring()
+
+    @staticmethod
+    def _receive_piece(lane: Lane, work: StreamWork, head: PieceHead) -> bytes:
+        """Receive a piece into its place; return what it was coded as, if it was."""
+        piece = work.piece(head.nth)
+        if not head.coded_bytes:
+            lane.receive_into(piece)
+            return b""
+        if head.coded_bytes >= len(piece):
+            raise StreamError(f"{lane.peer} sends a coded piece of {head.coded_bytes:,} bytes")
+        coded = bytearray(head.coded_bytes)
+        lane.receive_into(memoryview(coded))
+        if not decode_piece(coded, piece):
+            raise StreamError(f"{lane.peer} sends a piece that cannot be decoded")
+        return bytes(coded)
 
     def _memory_of(self, sequence: int, waker: ThreadWaker, over: list[str]) -> StreamWork:
         """Return the work of a bucket once its memory may be written: a receive was posted, and

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 from weft_rl.ipc.bytes_codec import U32, bytes_codec
 from weft_rl.ipc.connection import Codec, PeerError
 
 #: Grows with each change that an older peer would not understand.
-VERSION: Final = 1
+VERSION: Final = 2
 KEY_BYTES: Final = 16
 SECRET_BYTES: Final = 32
 #: Entries of ``Wants``, and bytes of a bitmap of the pieces of one bucket.
@@ -24,8 +24,8 @@ _Key = Annotated[bytes, f"{KEY_BYTES}s"]
 _Secret = Annotated[bytes, f"{SECRET_BYTES}s"]
 _Text = Annotated[str, 512]
 
-#: Before each piece: the bucket's number in the lane, its number of bytes, the piece's number.
-PIECE_HEAD: Final = struct.Struct("<QQI")
+#: Before each piece: see ``PieceHead``.
+PIECE_HEAD: Final = struct.Struct("<QQII")
 _LEAST_PIECE_BYTES: Final = 16 * 2**10
 _MOST_PIECE_BYTES: Final = 256 * 2**10
 _PIECES: Final = 256
@@ -44,6 +44,19 @@ def piece_bytes(num_bytes: int, num_receivers: int) -> int:
 
 #: ``LaneHello.nth`` of a connection that brings one bucket again, all of it.
 AGAIN: Final = 2**32 - 1
+
+
+class PieceHead(NamedTuple):
+    """Head of a piece."""
+
+    sequence: int
+    """Number of the bucket in the lane."""
+    num_bytes: int
+    """Bytes of the bucket."""
+    nth: int
+    """Number of the piece in it."""
+    coded_bytes: int = 0
+    """Bytes that follow, fewer than the piece has, where it is coded; 0 where it comes as it is."""
 
 
 class StreamError(PeerError):

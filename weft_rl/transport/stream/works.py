@@ -9,7 +9,11 @@ import torch
 
 from weft_rl.interrupts import Flag
 from weft_rl.transport.stream.messages import Held, StreamError, piece_bytes
+from weft_rl.transport.stream.piece_coding import encode_piece
 from weft_rl.transport.wire.buckets import IN_ITS_BUFFER, BucketOptions
+
+#: Pieces in turn that coding does not shorten, before the rest of their bucket goes as it is.
+_MOST_LONG = 4
 
 
 class StreamWork:
@@ -44,6 +48,9 @@ class StreamWork:
         #: Pieces that are here, in the order in which they have come.
         self.order = list(range(self.num_pieces)) if is_whole else []
         self._held = bytearray([is_whole]) * self.num_pieces
+        #: Pieces that came coded, to be passed on so.
+        self.coded: dict[int, bytes] = {}
+        self._num_long = 0  # pieces in turn that coding did not shorten
         self.unkept = set(unkept or ())
         self.is_kept = False
         #: Names of the members that have sent pieces of it here.
@@ -84,6 +91,14 @@ class StreamWork:
         begin = index * self.piece_bytes
         return self._bytes[begin : begin + self.piece_bytes]
 
+    def coded_piece(self, index: int) -> bytes | None:
+        """Code a piece, if that shortens it; soon not tried any more where it does not."""
+        if self._num_long >= _MOST_LONG:
+            return None
+        coded = self.coded.get(index) or encode_piece(self.piece(index))
+        self._num_long = self._num_long + 1 if coded is None else 0
+        return coded
+
     def has(self, index: int) -> bool:
         """Return whether a piece is here."""
         return bool(self._held[index])
@@ -111,6 +126,7 @@ class StreamWork:
     def let_go(self) -> None:
         """Pass the bytes on no more."""
         self._bytes = None
+        self.coded.clear()
         self._set_done()
 
     def fail(self, error: str) -> None:

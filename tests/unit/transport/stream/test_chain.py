@@ -16,13 +16,15 @@ import torch
 from tests.doubles.wires import Wires
 from tests.unit.transport.stream.chain import SECONDS, SIZE, Group, content, finish, host_of
 from tests.waits import until
-from weft_rl.transport.stream import listening
+from weft_rl.transport.stream import listening, works
+from weft_rl.transport.stream.fed_receivers import FedReceiver
 from weft_rl.transport.stream.lane import Lane
-from weft_rl.transport.stream.messages import StreamError
+from weft_rl.transport.stream.messages import PieceHead, StreamError
 from weft_rl.transport.wire.buckets import BucketOptions
 
 #: More than sockets hold.
 BIG = 40 * 2**20
+_EVEN = SIZE - 1
 
 
 def laid(wires: Wires) -> None:
@@ -140,11 +142,11 @@ def test_a_bucket_that_was_garbled_comes_again_from_the_sender(
     """Rank 1 has bad memory: what it passes on to rank 2 is not what it has received."""
     send, garbled = Lane.send_piece, list[str]()
 
-    def send_badly(lane: Lane, sequence: int, total: int, index: int, content: memoryview) -> None:
-        if index == 3 and lane.peer.startswith("rank 2") and not garbled:
+    def send_badly(lane: Lane, piece: PieceHead, content: memoryview) -> None:
+        if piece.nth == 3 and lane.peer.startswith("rank 2") and not garbled:
             garbled.append(lane.peer)
             content = memoryview(bytes(len(content)))
-        send(lane, sequence, total, index, content)
+        send(lane, piece, content)
 
     monkeypatch.setattr(Lane, "send_piece", send_badly)
     received = [group.post(rank) for rank in (1, 2, 3)]
@@ -164,6 +166,70 @@ def test_a_bucket_that_was_garbled_comes_again_from_the_sender(
     for work, memory in again:
         finish(work)
         assert torch.equal(memory, content(2))
+
+
+def _weights(seed: int) -> torch.Tensor:
+    """Return a bucket of weights in bfloat16."""
+    normals = torch.randn(_EVEN // 2, generator=torch.Generator().manual_seed(seed))
+    return (normals * 0.02).bfloat16().view(torch.uint8)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ranks to which links are slow, whatever is measured; the first, unless a test adds some."""
+    ranks = {1}
+    found = property(lambda hop: hop.rank in ranks, lambda hop, value: None)
+    monkeypatch.setattr(FedReceiver, "is_slow", found, raising=False)
+    return ranks
+
+
+def test_weights_are_coded_once_for_a_slow_link_and_passed_on_so(
+    wires: Wires, group: Group, slow: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid(wires)
+    num_coded, code = [0], works.encode_piece
+
+    def counted(piece: memoryview) -> bytes | None:
+        num_coded[0] += 1
+        return code(piece)
+
+    monkeypatch.setattr(works, "encode_piece", counted)
+    posted = [group.post(rank, _EVEN) for rank in (1, 2, 3)]
+    sent = group.sender.broadcast(_weights(1), 20.0)
+    for work, memory in posted:
+        finish(work)
+        assert torch.equal(memory, _weights(1))
+    assert num_coded[0] == sent.num_pieces
+    for host in map(host_of, (0, 1, 2)):
+        carried = sum(len(cable.to_near) for cable in wires.cables[host])
+        assert 0.6 * SIZE < carried < 0.7 * SIZE, host
+    # What coding does not shorten is soon not coded.
+    posted = [group.post(rank) for rank in (1, 2, 3)]
+    group.send(2)
+    for work, memory in posted:
+        finish(work)
+        assert torch.equal(memory, content(2))
+    assert num_coded[0] < sent.num_pieces + 9
+
+
+def test_a_coded_piece_that_cannot_be_decoded_comes_from_another(
+    group: Group, slow: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, garbled = Lane.send_piece, list[str]()
+
+    def send_badly(lane: Lane, piece: PieceHead, content: memoryview | bytes) -> None:
+        if piece.coded_bytes and lane.peer.startswith("rank 2") and not garbled:
+            garbled.append(lane.peer)
+            content = b"\xff" * len(content)
+        send(lane, piece, content)
+
+    monkeypatch.setattr(Lane, "send_piece", send_badly)
+    posted = [group.post(rank, _EVEN) for rank in (1, 2, 3)]
+    group.sender.broadcast(_weights(1), 20.0)
+    for work, memory in posted:
+        finish(work)
+        assert torch.equal(memory, _weights(1))
+    assert garbled
 
 
 def test_a_bucket_does_not_come_again_from_who_is_gone(group: Group) -> None:

@@ -16,6 +16,7 @@ from weft_rl.transport.stream.messages import (
     KeptBucket,
     LaneHello,
     Message,
+    PieceHead,
     Proof,
     Serves,
     Wants,
@@ -42,7 +43,7 @@ def test_a_message_has_the_bytes_of_the_protocol(
 ) -> None:
     assert MESSAGES.encode(message) == (number, content)
     assert MESSAGES.decode(number, content) == message
-    assert MESSAGES.pack_head(number) == b"WSTR" + bytes([1, 0, number, 0])
+    assert MESSAGES.pack_head(number) == b"WSTR" + bytes([2, 0, number, 0])
     with pytest.raises(PeerError):
         MESSAGES.decode(number, content + b"\0")
 
@@ -54,5 +55,6 @@ def test_the_page_has_these_messages() -> None:
     assert rows[: len(BYTES)] == [(str(n), type(m).__name__) for n, m, _ in BYTES]
 
 
-def test_a_piece_has_a_head_of_twenty_bytes() -> None:
-    assert PIECE_HEAD.pack(1, 2, 3) == bytes([1, *[0] * 7, 2, *[0] * 7, 3, 0, 0, 0])
+def test_a_piece_has_a_head_of_twenty_four_bytes() -> None:
+    head = bytes([1, *[0] * 7, 2, *[0] * 7, 3, 0, 0, 0, 4, 0, 0, 0])
+    assert PIECE_HEAD.pack(*PieceHead(1, 2, 3, 4)) == head
