@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -128,6 +130,7 @@ class CommittedCopy:
             is_coded = torch.cuda.current_stream(self._device).record_event()
         work = partial(self._apply, coded, content_digest, totals, is_coded)
         self._following = OwnThread(work).start()
+        _FOLLOWING.add(self)
 
     def settle(self) -> None:
         """Block until ``apply`` has ended."""
@@ -138,6 +141,7 @@ class CommittedCopy:
         except Exception as error:  # noqa: BLE001 (whatever failed, the copy is of no version)
             _log.warning("the next push sends all elements, for a new copy of them: %s", error)
         self._following = None
+        _FOLLOWING.discard(self)
 
     def _apply(
         self,
@@ -172,3 +176,14 @@ def _has_room(device: torch.device, num_bytes: int) -> bool:
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return num_bytes + _MARGIN_BYTES <= free_bytes + own
+
+
+#: Copies that changes are being applied to.
+_FOLLOWING = weakref.WeakSet[CommittedCopy]()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """Wait for threads that work in torch: ended there, they end the process by SIGABRT."""
+    for copy in [*_FOLLOWING]:
+        copy.settle()

@@ -58,7 +58,9 @@ def warm(device: torch.device) -> None:
     once. Done once a process."""
     works = has_kernels if device.type == "cuda" else has_host_coder
     own = torch.empty(0, device=device).device  # its number, which tensors there have
-    threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=True).start()
+    # The process's end waits for it: a thread that is ended inside of a compiler ends all by
+    # SIGABRT.
+    threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=False).start()
 
 
 def has_kernels(device: torch.device) -> bool:

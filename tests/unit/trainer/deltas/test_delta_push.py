@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +199,32 @@ def test_who_reads_the_copy_waits_for_it_to_follow(monkeypatch: pytest.MonkeyPat
     OwnThread(begin.set).start()
     assert copy.content_digest == b"another!"
     assert torch.equal(copy.payload(0), send(push_of(changed(made(1))))[0][0])
+
+
+_EXITING = """
+import sys, threading
+from pathlib import Path
+from tests.unit.trainer.deltas import test_delta_push as t
+from trainer_side.deltas import committed_copy
+start = committed_copy.start_applying
+
+def late(*args):
+    threading.main_thread().join()  # the process is ending
+    threading.Event().wait(0.3)  # by its work, a moment later
+    Path(sys.argv[1]).touch()
+    return start(*args)
+
+copy = t.copied(t.made(1))
+delta = t.delta_of(t.changed(t.made(1)), copy)
+committed_copy.start_applying = late
+delta.committed(t.BASE)
+"""
+
+
+def test_a_process_ends_after_its_copy_has_followed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _EXITING, str(tmp_path / "written")]
+    subprocess.run(command, check=True, timeout=60)
+    assert (tmp_path / "written").exists()
 
 
 def test_nothing_that_changed_is_a_delta_of_nothing() -> None:
