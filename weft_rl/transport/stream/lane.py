@@ -115,7 +115,6 @@ class Lane:
         """
         self._hurry()
         try:
-            self._socket.getpeername()  # ``ssl`` leaves a socket open whose peer is gone
             self._socket = context.wrap_socket(self._socket, server_side=as_server)
             close_in_children(self._socket)
             return self._socket.getpeercert(binary_form=True) or b""
@@ -224,6 +223,18 @@ class Lane:
         return StreamError(f"{self.peer} closed the connection" + (f": {error}" if error else ""))
 
 
+class _TlsSocket(ssl.SSLSocket):
+    """Socket of an encrypted lane. ``ssl`` leaves one open whose peer is gone before they meet:
+    the first that it asks of a socket is its peer's name."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError:
+            self.close()
+            raise
+
+
 def prove_receiver(lane: Lane, secret: bytes, hello: LaneHello) -> None:
     """Prove to the member that was asked that this end knows the group's secret, as that end does,
     each to a challenge of the other: what was overheard once proves nothing.
@@ -278,12 +289,14 @@ class LaneTls:
         # The other end is known by the certificate that it announced to the coordinator, and no
         # other: no authority can sign a second one.
         client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        client.sslsocket_class = _TlsSocket
         if not credentials.tls_cert:
             return LaneTls(client=client)
         pem = credentials.read_certificates()
         client.load_cert_chain(credentials.tls_cert, credentials.tls_key)
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.minimum_version, server.num_tickets = ssl.TLSVersion.TLSv1_3, 0
+        server.sslsocket_class = _TlsSocket
         server.load_cert_chain(credentials.tls_cert, credentials.tls_key)
         if credentials.tls_ca:
             server.verify_mode = ssl.CERT_OPTIONAL

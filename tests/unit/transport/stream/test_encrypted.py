@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import socket
+import struct
 from contextlib import closing
 
 import pytest
@@ -13,7 +16,7 @@ from tests.doubles.wires import Wires
 from tests.unit.transport.stream.chain import SIZE, Group, content, finish
 from tests.waits import until
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.transport.stream.lane import LaneTls
+from weft_rl.transport.stream.lane import Lane, LaneTls
 from weft_rl.transport.stream.messages import StreamError
 
 
@@ -78,3 +81,23 @@ def test_a_sender_that_shows_another_certificate_is_refused(
         until(lambda: group.receivers[0].error, 20)
         with pytest.raises(StreamError, match=r"rank 0 at .* shows another certificate than it"):
             group.post(1)
+
+
+@pytest.mark.parametrize("as_server", [True, False])
+def test_a_socket_is_closed_whose_peer_is_gone_before_they_meet(
+    shown: list[Credentials], as_server: bool
+) -> None:
+    """Else Python warns of it when it is collected: this fails then."""
+    tls = LaneTls.of(shown[1])
+    context = tls.server if as_server else tls.client
+    assert context is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lane = Lane(socket.create_connection(listener.getsockname()), "rank 1")
+        peer = listener.accept()[0]
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # resets the connection
+        with pytest.raises(StreamError, match="rank 1 could not be met over TLS"):
+            lane.encrypt(context, as_server=as_server)
+        lane.close()
+    del lane
+    gc.collect()
