@@ -38,6 +38,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from weft_rl.transport.stream.messages import piece_bytes
+from weft_rl.transport.stream.piece_coding import decode_piece, encode_piece
 
 #: Of a bucket of 64 MiB.
 _PIECE_WEIGHTS = piece_bytes(64 * 2**20, 1) // 2
@@ -126,11 +127,11 @@ def entropy_ratio(pieces: list[Weights]) -> float:
 
 
 def _coder(name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> PieceCoder:
-    def encode_piece(piece: Weights) -> tuple[Any, Any]:
+    def encode_weights(piece: Weights) -> tuple[Any, Any]:
         exponents, others = separate(piece)
         return encode(exponents), others
 
-    return PieceCoder(name, encode_piece, lambda coded, others: join(decode(coded), others))
+    return PieceCoder(name, encode_weights, lambda coded, others: join(decode(coded), others))
 
 
 def coders() -> Iterator[PieceCoder]:
@@ -138,11 +139,22 @@ def coders() -> Iterator[PieceCoder]:
     yield _coder("separation alone", lambda exponents: exponents, lambda coded: coded)
     yield _coder("zlib, level 1", lambda data: zlib.compress(data, 1), zlib.decompress)
     yield _coder("zlib, Huffman only", _zlib_huffman, partial(zlib.decompress, wbits=-15))
+    yield PieceCoder("that of streams", _encode_as_streams, _decode_as_streams)
     for package, make in (("zstandard", _zstandard), ("lz4", _lz4), ("zipnn", _zipnn)):
         try:
             yield from make(f"{package} {metadata.version(package)}")
         except (ImportError, metadata.PackageNotFoundError):
             print(f"{package} is not installed and is left out")
+
+
+def _encode_as_streams(piece: Weights) -> tuple[Any, Any]:
+    return encode_piece(memoryview(piece).cast("B")), piece[:0]
+
+
+def _decode_as_streams(coded: Any, _: Any) -> Weights:
+    piece = np.empty(_PIECE_WEIGHTS, np.uint16)
+    assert decode_piece(coded, memoryview(piece).cast("B"))
+    return piece
 
 
 def _zlib_huffman(data: Any) -> bytes:

@@ -105,7 +105,7 @@ class DeltaSelection:
             else:
                 self._why = "a rank has no copy of what the pool committed last"
         if choice.how == "whole" and not self._refused:
-            self.copy = None
+            self.close()
         elif push.sender is not None and push.is_comparable:
             push.copy = self.copy = self._copy_for(plan)
         return plan
@@ -199,7 +199,7 @@ class DeltaSelection:
         """Return memory for a copy of what this rank sends: the former one's if it fits."""
         if self.copy is not None and _is_same(self.copy, plan.push):
             return self.copy
-        self.copy = None  # its memory, before the next is made
+        self.close()  # its memory, before the next is made
         try:
             return CommittedCopy(plan.push.packing, self._device)
         except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""What is said of NCCL's network is what NCCL then uses, and pushes go by it.
+"""NCCL uses the network that members are told of, and pushes are sent accordingly.
 
 Two processes with unlike ``NCCL_HOSTID`` are on two hosts for NCCL: it uses its network.
 """

@@ -155,16 +155,18 @@ class CommittedCopy:
         with on_device(self._device):
             if is_coded is not None:
                 torch.cuda.current_stream(self._device).wait_event(is_coded)
-            for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
-                sizes = self.packing.itemsizes(runs)
-                places, payload = packed_places(runs, sizes), own.payload.to(data.device)
-                begun.append(start_applying(payload, runs, sizes, data, places))
-                if len(begun) == NUM_COMPARED:
-                    begun.popleft()()
-            for end in begun:
-                end()
-            if is_coded is not None:  # what was coded is freed with this thread's work
-                torch.cuda.current_stream(self._device).synchronize()
+            try:
+                for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
+                    sizes = self.packing.itemsizes(runs)
+                    places, payload = packed_places(runs, sizes), own.payload.to(data.device)
+                    begun.append(start_applying(payload, runs, sizes, data, places))
+                    if len(begun) == NUM_COMPARED:
+                        begun.popleft()()
+                for end in begun:
+                    end()
+            finally:  # nothing that was begun reads what is freed, or writes after what comes next
+                if is_coded is not None:
+                    torch.cuda.current_stream(self._device).synchronize()
         self._totals, self._digest = list(totals), content_digest
 
     def _note_written(self) -> None:

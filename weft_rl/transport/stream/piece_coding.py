@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-#: A link that carries fewer bytes a second gains by it: one core codes 0.39 GB/s, and decodes
-#: 0.62 (``benchmarks.compression``).
+#: A link that carries fewer bytes a second gains by it: one core codes 0.42 GB/s, and decodes
+#: 0.71 (``benchmarks.compression``).
 SLOW_BYTES_PER_SECOND: Final = 160e6
 #: A coded piece is sent if it has at most this share of the piece's bytes.
 _MOST_SHARE: Final = 0.9

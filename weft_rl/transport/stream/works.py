@@ -92,11 +92,12 @@ class StreamWork:
         return self._bytes[begin : begin + self.piece_bytes]
 
     def coded_piece(self, index: int) -> bytes | None:
-        """Code a piece, if that shortens it; soon not tried any more where it does not."""
-        if self._num_long >= _MOST_LONG:
-            return None
-        coded = self.coded.get(index) or encode_piece(self.piece(index))
-        self._num_long = self._num_long + 1 if coded is None else 0
+        """Code a piece, if that shortens it; soon not tried any more where it does not. Without
+        the member's lock: coding takes longer than others may wait."""
+        coded = self.coded.get(index)
+        if coded is None and self._num_long < _MOST_LONG:
+            coded = encode_piece(self.piece(index))
+            self._num_long = self._num_long + 1 if coded is None else 0
         return coded
 
     def has(self, index: int) -> bool:

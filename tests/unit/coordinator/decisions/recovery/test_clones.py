@@ -344,41 +344,38 @@ def test_a_lookup_that_fails_is_put_off() -> None:
     assert m.answer_look_ups(record=None) == []
 
 
+ALL = ("one-sided", "nccl", "stream", "gloo")
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs", "uuids", "used"),
+    ("ours", "theirs", "uuids", "networks", "used"),
     [
-        (("one-sided", "gloo"), ("one-sided", "gloo"), ("", ""), "gloo"),
-        (("one-sided",), ("one-sided", "gloo"), ("", ""), "one-sided"),
-        (("nccl", "gloo"), ("nccl", "gloo"), ("GPU-1", "GPU-2"), "nccl"),
-        (("nccl", "gloo"), ("nccl", "gloo"), ("GPU-1", "GPU-1"), "gloo"),
+        (("one-sided", "gloo"), ("one-sided", "gloo"), ("", ""), ("", ""), "gloo"),
+        (("one-sided",), ("one-sided", "gloo"), ("", ""), ("", ""), "one-sided"),
+        (("nccl", "gloo"), ("nccl", "gloo"), ("GPU-1", "GPU-2"), ("", ""), "nccl"),
+        (("nccl", "gloo"), ("nccl", "gloo"), ("GPU-1", "GPU-1"), ("", ""), "gloo"),
+        (ALL, ALL, ("GPU-1", "GPU-2"), ("RoCE", "RoCE"), "nccl"),
+        (ALL, ALL, ("GPU-1", "GPU-2"), ("sockets of host a", "RoCE"), "stream"),
     ],
 )
 def test_a_clone_takes_what_two_replicas_are_sure_to_share(
-    ours: tuple[str, ...], theirs: tuple[str, ...], uuids: tuple[str, str], used: str
+    ours: tuple[str, ...],
+    theirs: tuple[str, ...],
+    uuids: tuple[str, str],
+    networks: tuple[str, str],
+    used: str,
 ) -> None:
     m = serving_pool()
     m.register("r1")
     replicas = dict(m.state.replicas)
-    for name, backends, uuid in zip(("r0", "r1"), (ours, theirs), uuids, strict=True):
-        changed = replace(CAPABILITIES, backends=backends, gpu_uuids=(uuid,) if uuid else ())
-        replicas[name] = replace(replicas[name], capabilities=changed)
-    m.state = replace(m.state, replicas=replicas)
-    m.do(events.Tick())
-    m.answer_look_ups()
-    (clone,) = m.state.transfers.values()
-    assert clone.backend == used
-
-
-@pytest.mark.parametrize(
-    ("networks", "used"), [(("RoCE", "RoCE"), "nccl"), (("sockets of host a", "RoCE"), "stream")]
-)
-def test_a_clone_uses_no_plain_sockets_of_nccl(networks: tuple[str, str], used: str) -> None:
-    m = serving_pool()
-    m.register("r1")
-    replicas = dict(m.state.replicas)
-    for name, network in zip(("r0", "r1"), networks, strict=True):
-        backends = ("one-sided", "nccl", "stream", "gloo")
-        changed = replace(CAPABILITIES, backends=backends, nccl_network=network)
+    each = zip(("r0", "r1"), (ours, theirs), uuids, networks, strict=True)
+    for name, backends, uuid, network in each:
+        changed = replace(
+            CAPABILITIES,
+            backends=backends,
+            gpu_uuids=(uuid,) if uuid else (),
+            nccl_network=network,
+        )
         replicas[name] = replace(replicas[name], capabilities=changed)
     m.state = replace(m.state, replicas=replicas)
     m.do(events.Tick())
