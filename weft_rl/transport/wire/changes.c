@@ -397,7 +397,7 @@ static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t 
 
 // Read a payload against memory that holds the old elements, and overwrite them if `writes`: only
 // after it was read. Tells what each run's digest changes by, and lists the changes, with where each
-// run's end in `ends`, unless `at` is NULL. Returns what is wrong, with the run in `*wrong_run`.
+// run's end in `ends`, unless that is NULL. Returns what is wrong, with the run in `*wrong_run`.
 int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64_t num_runs,
                const uint64_t *columns, uint8_t *data, int writes, uint64_t *changes, uint32_t *at,
                uint8_t *olds, uint8_t *news, int64_t *ends, int64_t *wrong_run, void *scratch) {
@@ -422,7 +422,7 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
   if (num_bytes != (head_bytes + 4 * num_words + 255) / 256 * 256) return LENGTH;
   nth = 0;
   for (int64_t i = 0; i < num_runs; i++) {
-    Target to = {&runs[i], data, columns, 0, 0, writes, at ? &listed : 0};
+    Target to = {&runs[i], data, columns, 0, 0, writes, ends ? &listed : 0};
     listed.num_bytes = (listed.num_bytes + 7) / 8 * 8;
     *wrong_run = i;
     for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
@@ -437,7 +437,7 @@ int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64
     if (i + 1 == num_runs && are_set(body, payload + num_bytes)) return NOT_ZERO;
     if (to.sum != load(payload + 8 * i, 8)) return OTHER;
     changes[i] = to.change;
-    if (at) ends[i] = listed.num;
+    if (ends) ends[i] = listed.num;
   }
   return FINE;
 }

@@ -277,3 +277,16 @@ def test_what_is_malformed_is_named() -> None:
     _malformed([(0, 1)], "a block has another length")
     with pytest.raises(DigestMismatchError, match="it is too short"):
         decode_changes(torch.zeros(0, dtype=torch.uint8), [Run(0, 0, 1)], [2])
+
+
+def test_changes_of_nothing_write_nothing() -> None:
+    """Torch gives an empty list no address."""
+    pair = pair_of([Run(0, 0, 40_000), Run(1, 0, 500)], [2, 4], 0.0, seed=4)
+    payload = encode_changes(pair.old, pair.new, pair.runs, pair.sizes).payload
+    for _ in range(50):
+        torch.full((len(pair.runs),), 2**40)  # what memory without values may hold
+        read = host_changes.read(payload, pair.runs, pair.sizes, pair.old, [pair.places])
+        assert read.sums == [0, 0]
+        read.apply()
+        read.undo()
+    assert pair.old.equal(pair.new)
