@@ -18,6 +18,8 @@ from typing import Any
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 
 _STOP_SECONDS = 8.0
+#: Lines that are shown of a process that a signal has ended: a trace of native calls is long.
+_CRASH_LINES = 100
 #: First code of a child. It asks for SIGTERM when the thread that started it ends (prctl(2),
 #: PR_SET_PDEATHSIG), and ends at once if that has happened already. The child asks itself: Python
 #: code between fork and exec may hang or crash where gRPC has threads.
@@ -82,8 +84,9 @@ class Process(subprocess.Popen[str]):
             try:
                 line = self._lines.get(timeout=0.1)
             except queue.Empty:
-                if self.poll() is not None:
-                    raise WeftError(f"{self.name} ended early:\n{self.tail()}") from None
+                if (code := self.poll()) is not None:
+                    end = self.tail() if code >= 0 else self.tail(_CRASH_LINES)
+                    raise WeftError(f"{self.name} ended early:\n{end}") from None
                 continue
             if wanted(line):
                 return line
