@@ -26,29 +26,46 @@ typedef struct {
 
 // What is wrong with a payload; see host_changes.py.
 enum {
-  FINE, TOO_SHORT, NUMBERS, LENGTH, BLOCK_LENGTH, NO_END, OUTSIDE, NO_STEP, GIVEN, TWICE, NOT_ZERO, OTHER
+  FINE, TOO_SHORT, NUMBERS, LENGTH, BLOCK_LENGTH, NO_END, OUTSIDE, NO_STEP, GIVEN, TWICE, NOT_ZERO
 };
 
-static inline uint64_t load(const uint8_t *at, int size) {
+// Inlined where `size` is a constant: reading and writing an element is one instruction then.
+#define INLINED static inline __attribute__((always_inline))
+
+INLINED uint64_t load(const uint8_t *at, int size) {
   uint64_t bits = 0;
   memcpy(&bits, at, size);
   return bits;
 }
 
-static inline int64_t elements_to(int64_t index, int64_t row, int64_t stride) {
+INLINED uint64_t mask(int size) { return ~(uint64_t)0 >> (64 - 8 * size); }
+
+INLINED int64_t elements_to(int64_t index, int64_t row, int64_t stride) {
   return stride ? index / row * stride + index % row : index;
 }
 
-static uint64_t weight(uint64_t word, const uint64_t *columns) {
-  uint64_t z = (word / WIDTH + 1) * 0x9E3779B97F4A7C15u;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-  return ((z ^ z >> 31) << 1) + columns[word % WIDTH];
+// Weights of a digest's words, with that of the row that was asked for last.
+typedef struct {
+  const uint64_t *columns;
+  uint64_t row, of_row;
+} Weights;
+
+static Weights weights_of(const uint64_t *columns) { return (Weights){columns, ~(uint64_t)0, 0}; }
+
+INLINED uint64_t weight(Weights *weights, uint64_t word) {
+  if (word / WIDTH != weights->row) {
+    weights->row = word / WIDTH;
+    uint64_t z = (weights->row + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    weights->of_row = (z ^ z >> 31) << 1;
+  }
+  return weights->of_row + weights->columns[word % WIDTH];
 }
 
-static inline uint64_t weighed(const Run *run, int64_t index, const uint64_t *columns) {
-  uint64_t byte = (run->first + elements_to(index, run->row, run->stride)) * run->size;
-  return weight(byte >> 3, columns) << (8 * (byte & 7));
+INLINED uint64_t weighed(const Run *run, int64_t index, Weights *weights, int size) {
+  uint64_t byte = (run->first + elements_to(index, run->row, run->stride)) * size;
+  return weight(weights, byte >> 3) << (8 * (byte & 7));
 }
 
 // Bits of a gap's remainder: the first k for which 2**k is more than half of the mean distance, less
@@ -69,23 +86,25 @@ typedef struct {
   int num;
 } Writer;
 
-static inline void put(Writer *out, uint64_t value, int num) {
+// Write up to 24 bits.
+INLINED void put(Writer *out, uint64_t value, int num) {
   out->bits |= value << out->num;
   out->num += num;
-  while (out->num >= 8) {
-    *out->at++ = (uint8_t)out->bits;
-    out->bits >>= 8;
-    out->num -= 8;
+  if (out->num >= 32) {
+    memcpy(out->at, &out->bits, 4);
+    out->at += 4;
+    out->bits >>= 32;
+    out->num -= 32;
   }
 }
 
-static inline void put_unary(Writer *out, int64_t quotient) {
+INLINED void put_unary(Writer *out, int64_t quotient) {
   for (; quotient >= 24; quotient -= 24) put(out, 0, 24);
   put(out, (uint64_t)1 << quotient, (int)quotient + 1);
 }
 
 static void flush(Writer *out) {
-  if (out->num) put(out, 0, 8 - out->num);
+  for (; out->num > 0; out->num -= 8, out->bits >>= 8) *out->at++ = (uint8_t)out->bits;
 }
 
 typedef struct {
@@ -122,17 +141,17 @@ static void put_quotients(Writer *out, const List *list, int k) {
 
 typedef struct {
   const Run *run;
-  const uint64_t *columns;
-  uint64_t *sum, *old_sum, listed;
+  Weights weights;
+  uint64_t sum, old_sum, listed;
   int64_t num_changes;
   List near, far;
 } Coder;
 
-static inline void note(Coder *coder, int64_t begin, int64_t in, uint64_t old, uint64_t new, int size) {
+INLINED void note(Coder *coder, int64_t begin, int64_t in, uint64_t old, uint64_t new, int size) {
   int shift = 64 - 8 * size;
   int64_t step = (int64_t)((new - old) << shift) >> shift;
-  uint64_t own = weighed(coder->run, begin + in, coder->columns);
-  *coder->sum += own * (new - old);
+  uint64_t own = weighed(coder->run, begin + in, &coder->weights, size);
+  coder->sum += own * (new - old);
   coder->listed += own * old;
   coder->num_changes++;
   if (step == 1 || step == -1) {
@@ -151,24 +170,27 @@ static inline void note(Coder *coder, int64_t begin, int64_t in, uint64_t old, u
   }
 }
 
-static inline void compare(Coder *coder, const uint8_t *old, const uint8_t *new, int64_t begin,
-                           int64_t num, int size) {
-  int64_t per_piece = 64 / size, in = 0;
+// Note what differs in two words, the first of whose elements is at `in` in its block.
+INLINED void compare_words(Coder *coder, uint64_t old, uint64_t new, int64_t begin, int64_t in, int size) {
+  for (uint64_t differ = old ^ new; differ;) {
+    int bit = __builtin_ctzll(differ) / (8 * size) * (8 * size);
+    note(coder, begin, in + bit / (8 * size), old >> bit & mask(size), new >> bit & mask(size), size);
+    differ &= ~(mask(size) << bit);
+  }
+}
+
+INLINED void compare(Coder *coder, const uint8_t *old, const uint8_t *new, int64_t begin, int64_t num, int size) {
+  int64_t per_word = 8 / size, per_piece = 8 * per_word, in = 0;
   for (; in + per_piece <= num; in += per_piece) {
     uint64_t one[8], other[8], differ = 0;
     memcpy(one, old + in * size, 64);
     memcpy(other, new + in * size, 64);
     for (int i = 0; i < 8; i++) differ |= one[i] ^ other[i];
-    if (!differ) continue;
-    for (int64_t i = in; i < in + per_piece; i++) {
-      uint64_t a = load(old + i * size, size), b = load(new + i * size, size);
-      if (a != b) note(coder, begin, i, a, b, size);
-    }
+    for (int i = 0; differ && i < 8; i++)
+      compare_words(coder, one[i], other[i], begin, in + i * per_word, size);
   }
-  for (; in < num; in++) {
-    uint64_t a = load(old + in * size, size), b = load(new + in * size, size);
-    if (a != b) note(coder, begin, in, a, b, size);
-  }
+  for (; in < num; in++)
+    compare_words(coder, load(old + in * size, size), load(new + in * size, size), begin, in, size);
 }
 
 static uint64_t header(uint64_t near, uint64_t far, uint64_t given, uint64_t words) {
@@ -202,10 +224,11 @@ static uint8_t *encode_block(Coder *coder, const uint8_t *old, const uint8_t *ne
     memcpy(body, new, num * run->size);
     *head = header(RAW, 0, 0, raw_words);
     for (int64_t in = 0; in < num; in++)
-      *coder->old_sum += weighed(run, begin + in, coder->columns) * load(old + in * run->size, run->size);
+      coder->old_sum += weighed(run, begin + in, &coder->weights, (int)run->size) *
+                        load(old + in * run->size, (int)run->size);
     return body + 4 * raw_words;
   }
-  *coder->old_sum += coder->listed;
+  coder->old_sum += coder->listed;
   *head = header(near->num, far->num, far->num_given, words);
   Writer out = {body, 0, 0};
   put_remainders(&out, near, near_bits);
@@ -220,31 +243,43 @@ static uint8_t *encode_block(Coder *coder, const uint8_t *old, const uint8_t *ne
   return body + 4 * words;
 }
 
-// Code a payload of runs and what they are now; return the bytes that are used of `out`, which has room for all.
-int64_t weft_encode(const uint8_t *old, const Run *runs, int64_t num_runs, uint64_t *columns,
-                    uint8_t *out, uint64_t *sums, int64_t *num_changes, void *scratch) {
+// A block of runs that are cut one behind the other.
+typedef struct {
+  int64_t run, begin, num;  // its first element in its run, and how many it has
+} Block;
+
+// Go on to the next block, from {0, 0, 0}; return whether there is one.
+static int next_block(Block *block, const Run *runs, int64_t num_runs) {
+  block->begin += block->num;
+  for (; block->run < num_runs && block->begin == runs[block->run].num; block->run++) block->begin = 0;
+  if (block->run == num_runs) return 0;
+  int64_t left = runs[block->run].num - block->begin;
+  block->num = left < BLOCK ? left : BLOCK;
+  return 1;
+}
+
+// Code some blocks of a payload of runs and what they are now. Writes their headers and bodies, and adds to the sums of
+// each run; returns the bytes of the bodies, for all of which there is room.
+int64_t weft_encode(const uint8_t *old, const Run *runs, int64_t num_runs, const uint64_t *columns,
+                    int64_t first_block, int64_t end_block, uint64_t *heads, uint8_t *bodies,
+                    uint64_t *old_sums, uint64_t *sums, int64_t *num_changes, void *scratch) {
   Coder *coder = scratch;
-  uint64_t *old_sums = (uint64_t *)out, *heads = old_sums + num_runs;
-  int64_t num_blocks = 0;
-  for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
-  uint8_t *body = (uint8_t *)(heads + num_blocks);
-  coder->columns = columns;
+  uint8_t *body = bodies;
+  Block block = {0, 0, 0};
+  coder->weights = weights_of(columns);
   coder->num_changes = 0;
-  for (int64_t i = 0; i < num_runs; i++) {
-    const Run *run = &runs[i];
-    coder->run = run;
-    coder->sum = &sums[i];
-    coder->old_sum = &old_sums[i];
-    sums[i] = old_sums[i] = 0;
-    for (int64_t begin = 0; begin < run->num; begin += BLOCK) {
-      int64_t num = run->num - begin < BLOCK ? run->num - begin : BLOCK;
-      const uint8_t *new = (const uint8_t *)(intptr_t)run->new_at;
-      int64_t at = begin * run->size;
-      body = encode_block(coder, old + run->at + at, new + at, begin, num, heads++, body);
-    }
+  for (int64_t nth = 0; nth < end_block && next_block(&block, runs, num_runs); nth++) {
+    if (nth < first_block) continue;
+    const Run *run = coder->run = &runs[block.run];
+    const uint8_t *new = (const uint8_t *)(intptr_t)run->new_at;
+    int64_t at = block.begin * run->size;
+    coder->sum = coder->old_sum = 0;
+    body = encode_block(coder, old + run->at + at, new + at, block.begin, block.num, heads++, body);
+    sums[block.run] += coder->sum;
+    old_sums[block.run] += coder->old_sum;
   }
   *num_changes = coder->num_changes;
-  return body - out;
+  return body - bodies;
 }
 
 int64_t weft_scratch_bytes(void) { return sizeof(Coder); }
@@ -256,29 +291,31 @@ typedef struct {
   int64_t at, end;  // in bits
 } Reader;
 
-static inline uint64_t get(Reader *in, int num) {
+// Return the bits from where a reader is on, at least 57 of them; behind its body's end they are 0.
+INLINED uint64_t ahead(const Reader *in) {
   uint64_t word = 0;
   int64_t byte = in->at >> 3, left = (in->end >> 3) - byte;
-  memcpy(&word, in->body + byte, left < 8 ? left : 8);
-  word = word >> (in->at & 7) & (((uint64_t)1 << num) - 1);
+  if (__builtin_expect(left >= 8, 1)) memcpy(&word, in->body + byte, 8);
+  else memcpy(&word, in->body + byte, left);
+  return word >> (in->at & 7);
+}
+
+INLINED uint64_t get(Reader *in, int num) {
+  uint64_t word = ahead(in) & (((uint64_t)1 << num) - 1);
   in->at += num;
   return word;
 }
 
 // Read a quotient; -1 where none ends before the body does.
-static inline int64_t get_unary(Reader *in) {
+INLINED int64_t get_unary(Reader *in) {
   int64_t begin = in->at;
   while (in->at < in->end) {
-    uint64_t word = 0;
-    int64_t byte = in->at >> 3, left = (in->end >> 3) - byte;
-    int valid = (int)((left < 8 ? left : 8) * 8 - (in->at & 7));
-    memcpy(&word, in->body + byte, left < 8 ? left : 8);
-    word >>= in->at & 7;
+    uint64_t word = ahead(in);
     if (word) {
       in->at += __builtin_ctzll(word) + 1;
       return in->at - begin - 1;
     }
-    in->at += valid;
+    in->at += 64 - (in->at & 7);
   }
   return -1;
 }
@@ -313,30 +350,30 @@ typedef struct {
 typedef struct {
   const Run *run;
   uint8_t *data;
-  const uint64_t *columns;
+  Weights weights;
   uint64_t sum, change;
   int writes;
   Listed *listed;  // NULL where none are
 } Target;
 
-static inline void change(Target *to, int64_t index, int is_given, uint64_t value) {
+INLINED void change(Target *to, int64_t index, int is_given, uint64_t value, int size) {
   const Run *run = to->run;
-  uint8_t *at = to->data + run->at + elements_to(index, run->place_row, run->place_stride) * run->size;
-  uint64_t old = load(at, (int)run->size);
-  if (!is_given) value = (value + old) & (run->size < 8 ? ((uint64_t)1 << 8 * run->size) - 1 : ~(uint64_t)0);
+  uint8_t *at = to->data + run->at + elements_to(index, run->place_row, run->place_stride) * size;
+  uint64_t old = load(at, size);
+  if (!is_given) value = (value + old) & mask(size);
   if (!to->writes) {
-    uint64_t own = weighed(run, index, to->columns);
+    uint64_t own = weighed(run, index, &to->weights, size);
     to->sum += own * old;
     to->change += own * (value - old);
     if (to->listed) {
       Listed *listed = to->listed;
       listed->at[listed->num++] = (uint32_t)index;
-      memcpy(listed->olds + listed->num_bytes, &old, run->size);
-      memcpy(listed->news + listed->num_bytes, &value, run->size);
-      listed->num_bytes += run->size;
+      memcpy(listed->olds + listed->num_bytes, &old, size);
+      memcpy(listed->news + listed->num_bytes, &value, size);
+      listed->num_bytes += size;
     }
   } else {
-    memcpy(at, &value, run->size);
+    memcpy(at, &value, size);
   }
 }
 
@@ -346,13 +383,13 @@ static int are_set(const uint8_t *at, const uint8_t *end) {
   return 0;
 }
 
-static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t begin, int64_t num,
-                        Places *places) {
+INLINED int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t begin, int64_t num,
+                         Places *places, int size) {
   int64_t near = head & 0xFFFF, far = head >> 16 & 0xFFFF, given = head >> 32 & 0xFFFF;
-  int64_t words = head >> 48, size = to->run->size;
+  int64_t words = head >> 48;
   if (near == RAW) {
     if (are_set(body + num * size, body + 4 * words)) return NOT_ZERO;
-    for (int64_t in = 0; in < num; in++) change(to, begin + in, 1, load(body + in * size, (int)size));
+    for (int64_t in = 0; in < num; in++) change(to, begin + in, 1, load(body + in * size, size), size);
     return FINE;
   }
   int near_bits = rice_bits(near, num), far_bits = rice_bits(far, num);
@@ -374,11 +411,16 @@ static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t 
     for (int64_t i = 0; i < far; i++)
       if (places->seen[places->far[i] >> 6] >> (places->far[i] & 63) & 1) return TWICE;
   }
+  const uint8_t *memory = to->data + to->run->at + begin * size;  // of gaps that no processor foresees
+  if (!to->run->place_stride) {
+    for (int64_t i = 0; i < near; i++) __builtin_prefetch(memory + places->near[i] * size);
+    for (int64_t i = 0; i < far; i++) __builtin_prefetch(memory + places->far[i] * size);
+  }
   Reader near_signs = {body, signs, 32 * words};
   in.at = codes;
   for (int64_t i = 0, j = 0; i < near || j < far;) {
     if (j == far || (i < near && places->near[i] < places->far[j])) {
-      change(to, begin + places->near[i++], 0, get(&near_signs, 1) ? (uint64_t)-1 : 1);
+      change(to, begin + places->near[i++], 0, get(&near_signs, 1) ? (uint64_t)-1 : 1, size);
       continue;
     }
     int64_t at = begin + places->far[j++];
@@ -386,58 +428,74 @@ static int decode_block(Target *to, const uint8_t *body, uint64_t head, int64_t 
     if (code == 15) return NO_STEP;
     if (code == LITERAL) {
       if (!given--) return GIVEN;
-      change(to, at, 1, load(body + rest, (int)size));
+      change(to, at, 1, load(body + rest, size), size);
       rest += size;
     } else {
-      change(to, at, 0, code < LITERAL ? code + 2 : 6 - code);
+      change(to, at, 0, code < LITERAL ? code + 2 : 6 - code, size);
     }
   }
   return given ? GIVEN : FINE;
 }
 
-// Read a payload against memory that holds the old elements, and overwrite them if `writes`: only
-// after it was read. Tells what each run's digest changes by, and lists the changes, with where each
-// run's end in `ends`, unless that is NULL. Returns what is wrong, with the run in `*wrong_run`.
-int weft_apply(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64_t num_runs,
-               const uint64_t *columns, uint8_t *data, int writes, uint64_t *changes, uint32_t *at,
-               uint8_t *olds, uint8_t *news, int64_t *ends, int64_t *wrong_run, void *scratch) {
-  Listed listed = {0, 0, at, olds, news};
-  int64_t num_blocks = 0, nth = 0;
+static int decode_sized(Target *to, const uint8_t *body, uint64_t head, int64_t begin, int64_t num, Places *places) {
+  switch (to->run->size) {
+    case 1: return decode_block(to, body, head, begin, num, places, 1);
+    case 2: return decode_block(to, body, head, begin, num, places, 2);
+    case 4: return decode_block(to, body, head, begin, num, places, 4);
+    default: return decode_block(to, body, head, begin, num, places, 8);
+  }
+}
+
+// Return what is wrong with the lengths in a payload. Tells where the changes of each run end among those of all.
+int weft_check(const uint8_t *payload, int64_t num_bytes, const Run *runs, int64_t num_runs, int64_t *ends) {
+  int64_t num_blocks = 0, num_words = 0, num_changes = 0;
   for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
-  int64_t head_bytes = 8 * (num_runs + num_blocks), num_words = 0;
-  *wrong_run = 0;
+  int64_t head_bytes = 8 * (num_runs + num_blocks);
   if (num_bytes < head_bytes || num_bytes % 256) return TOO_SHORT;
-  const uint8_t *heads = payload + 8 * num_runs, *body = payload + head_bytes;
-  for (int64_t i = 0; i < num_runs; i++)
-    for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
-      uint64_t head = load(heads + 8 * nth, 8);
-      int64_t num = runs[i].num - begin < BLOCK ? runs[i].num - begin : BLOCK;
-      int64_t near = head & 0xFFFF, far = head >> 16 & 0xFFFF, given = head >> 32 & 0xFFFF;
-      int64_t words = head >> 48;
-      int fits = near == RAW ? words == (num * runs[i].size + 3) / 4 && !far && !given
-                             : near + far <= num && given <= far && (near + far || !words);
-      if (!fits) return NUMBERS;
-      num_words += words;
-    }
-  if (num_bytes != (head_bytes + 4 * num_words + 255) / 256 * 256) return LENGTH;
-  nth = 0;
-  for (int64_t i = 0; i < num_runs; i++) {
-    Target to = {&runs[i], data, columns, 0, 0, writes, ends ? &listed : 0};
-    listed.num_bytes = (listed.num_bytes + 7) / 8 * 8;
-    *wrong_run = i;
-    for (int64_t begin = 0; begin < runs[i].num; begin += BLOCK, nth++) {
-      uint64_t head = load(heads + 8 * nth, 8);
-      if (!head) continue;
-      int64_t num = runs[i].num - begin < BLOCK ? runs[i].num - begin : BLOCK;
-      int wrong = decode_block(&to, body, head, begin, num, scratch);
+  Block block = {0, 0, 0};
+  for (const uint8_t *at = payload + 8 * num_runs; next_block(&block, runs, num_runs); at += 8) {
+    uint64_t head = load(at, 8);
+    int64_t near = head & 0xFFFF, far = head >> 16 & 0xFFFF, given = head >> 32 & 0xFFFF, words = head >> 48;
+    int fits = near == RAW ? words == (block.num * runs[block.run].size + 3) / 4 && !far && !given
+                           : near + far <= block.num && given <= far && (near + far || !words);
+    if (!fits) return NUMBERS;
+    num_words += words;
+    num_changes += near == RAW ? block.num : near + far;
+    ends[block.run] = num_changes;
+  }
+  int64_t used = head_bytes + 4 * num_words;
+  if (num_bytes != (used + 255) / 256 * 256) return LENGTH;
+  return are_set(payload + used, payload + num_bytes) ? NOT_ZERO : FINE;
+}
+
+// Read some blocks of a payload whose lengths are right against memory that holds the old elements, and overwrite these
+// if `writes`: only after all were read. Adds to the sum of each run's old elements, and to what its digest changes by;
+// lists the changes at their places among those of all, unless `ends` is NULL. Returns what is wrong.
+int weft_apply(const uint8_t *payload, const Run *runs, int64_t num_runs, const uint64_t *columns, uint8_t *data,
+               int writes, int64_t first_block, int64_t end_block, uint64_t *old_sums, uint64_t *changes,
+               uint32_t *at, uint8_t *olds, uint8_t *news, const int64_t *ends, void *scratch) {
+  int64_t num_blocks = 0, run = -1;
+  for (int64_t i = 0; i < num_runs; i++) num_blocks += (runs[i].num + BLOCK - 1) / BLOCK;
+  const uint8_t *heads = payload + 8 * num_runs, *body = heads + 8 * num_blocks;
+  Listed listed = {0, 0, at, olds, news};
+  Target to = {0, data, weights_of(columns), 0, 0, writes, ends ? &listed : 0};
+  Block block = {0, 0, 0};
+  for (int64_t nth = 0; nth < end_block && next_block(&block, runs, num_runs); nth++) {
+    uint64_t head = load(heads + 8 * nth, 8);
+    to.run = &runs[block.run];
+    for (; run < block.run; run++) listed.num_bytes = (listed.num_bytes + 7) / 8 * 8;
+    if (nth >= first_block && head) {
+      to.sum = to.change = 0;
+      int wrong = decode_sized(&to, body, head, block.begin, block.num, scratch);
       if (wrong) return wrong;
-      body += 4 * (head >> 48);
+      old_sums[block.run] += to.sum;
+      changes[block.run] += to.change;
+    } else if (head) {
+      int64_t near = head & 0xFFFF, num = near == RAW ? block.num : near + (int64_t)(head >> 16 & 0xFFFF);
+      listed.num += num;
+      listed.num_bytes += num * to.run->size;
     }
-    if (writes) continue;
-    if (i + 1 == num_runs && are_set(body, payload + num_bytes)) return NOT_ZERO;
-    if (to.sum != load(payload + 8 * i, 8)) return OTHER;
-    changes[i] = to.change;
-    if (ends) ends[i] = listed.num;
+    body += 4 * (head >> 48);
   }
   return FINE;
 }

@@ -12,10 +12,12 @@ import logging
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -50,8 +52,10 @@ _WRONG: Final = (
     "an element comes twice",
     "it is not filled up with zeros",
 )
-_OTHER_BASE: Final = len(_WRONG)
+#: Blocks, of 16,384 elements, that are worth a thread of their own: they take half a millisecond.
+_LEAST_BLOCKS: Final = 64
 _lock = threading.Lock()
+_T = TypeVar("_T")
 
 
 def works() -> bool:
@@ -94,30 +98,51 @@ def encode(
     """Compare two versions of a bucket, and code what differs; see ``encode_changes``."""
     library = _library()
     assert library is not None, "it works"
-    # Each is named: what a pointer alone is left of is freed.
-    places, scratch = packed_places(runs, itemsizes), _scratch(library)
+    places = packed_places(runs, itemsizes)
     if isinstance(new, torch.Tensor):
         addresses = [new.data_ptr() + place.at for place in places]
     else:
         addresses = [tensor.data_ptr() for tensor in new]
+    # Each is named: what a pointer alone is left of is freed.
     table = _table(runs, itemsizes, places, addresses)
-    payload = torch.empty(max_changes_bytes(runs, itemsizes), dtype=torch.uint8)
-    sums = torch.empty(len(runs), dtype=torch.int64)
-    num_changes = ctypes.c_int64()
-    used = library.weft_encode(
-        _at(old),
-        _at(table),
-        ctypes.c_int64(len(runs)),
-        _at(column_weights(HOST)),
-        _at(payload),
-        _at(sums),
-        ctypes.byref(num_changes),
-        _at(scratch),
+    head = head_bytes(runs)
+    heads = torch.empty(head // 8 - len(runs), dtype=torch.int64)
+    most_bytes = max_changes_bytes(runs, itemsizes) - head
+
+    def share(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        block_bytes = BLOCK_ELEMENTS * max(itemsizes) + 4
+        bodies = torch.empty(min(most_bytes, (end - first) * block_bytes), dtype=torch.uint8)
+        sums = torch.zeros(2, len(runs), dtype=torch.int64)
+        num_changes, scratch = ctypes.c_int64(), _scratch(library)
+        used = library.weft_encode(
+            _at(old),
+            _at(table),
+            ctypes.c_int64(len(runs)),
+            _at(column_weights(HOST)),
+            ctypes.c_int64(first),
+            ctypes.c_int64(end),
+            _at(heads[first:]),
+            _at(bodies),
+            _at(sums[0]),
+            _at(sums[1]),
+            ctypes.byref(num_changes),
+            _at(scratch),
+        )
+        return bodies[:used], sums, num_changes.value
+
+    shares = _by_threads(share, len(heads))
+    old_sums, totals = torch.stack([sums for _, sums, _ in shares]).sum(0)
+    used = head + sum(len(bodies) for bodies, _, _ in shares)
+    payload = torch.cat(
+        [
+            old_sums.view(torch.uint8),
+            heads.view(torch.uint8),
+            *(bodies for bodies, _, _ in shares),
+            torch.zeros(align_up(used) - used, dtype=torch.uint8),
+        ]
     )
-    found = torch.zeros(align_up(used), dtype=torch.uint8)
-    found[:used] = payload[:used]
-    totals = [s % 2**64 for s in sums.tolist()]
-    return EncodedChanges(found, num_changes.value, totals, head_bytes(runs), used)
+    num_changes = sum(num for _, _, num in shares)
+    return EncodedChanges(payload, num_changes, _unsigned(totals), head, used)
 
 
 def apply(
@@ -132,6 +157,7 @@ def apply(
         rows = (run.num_elements - 1) // place.row * (place.stride - place.row) * bool(place.stride)
         end = place.at + (rows + run.num_elements) * size
         assert 0 <= place.at <= end <= data.numel(), "a run lies beside its memory"
+    _ends(payload, runs, itemsizes)
     found = [_apply(payload, runs, itemsizes, data, places, writes) for writes in (False, True)]
     return found[0]
 
@@ -161,7 +187,7 @@ class HostChanges:
         ends: torch.Tensor,
         sums: list[int],
     ) -> None:
-        self._tables = [_table(runs, itemsizes, each, [0] * len(runs)) for each in places]
+        self._tables = [_table(runs, itemsizes, each) for each in places]
         self._data, self._at, self._olds, self._news, self._ends = data, at, olds, news, ends
         self.sums = sums
         self.num_bytes = at.nbytes + olds.nbytes + news.nbytes
@@ -206,23 +232,34 @@ def read(
     Raises:
         DigestMismatchError: See ``apply_changes``.
     """
-    most = _most_changes(payload, runs)
-    at = torch.empty(most, dtype=torch.int32)
-    olds, news = torch.empty(2, most * max(itemsizes) + 8 * len(runs), dtype=torch.uint8)
-    ends = torch.empty(len(runs), dtype=torch.int64)
+    ends = _ends(payload, runs, itemsizes)
+    num = int(ends[-1])
+    at = torch.empty(num, dtype=torch.int32)
+    olds, news = torch.empty(2, num * max(itemsizes) + 8 * len(runs), dtype=torch.uint8)
     lists = (at, olds, news, ends)
     sums = _apply(payload, runs, itemsizes, data, places[0], False, lists)
     return HostChanges(runs, itemsizes, data, places, *lists, sums)
 
 
-def _most_changes(payload: torch.Tensor, runs: Sequence[Run]) -> int:
-    """Return the most changes that a payload of these runs can list: of a raw block, and of one
-    whose numbers do not fit it, those of a block."""
-    begin = 8 * len(runs)
-    end = max(begin, min(len(payload) // 8 * 8, head_bytes(runs)))
-    headers = payload[begin:end].view(torch.int64)
-    near, far = headers & 0xFFFF, (headers >> 16) & 0xFFFF
-    return int((near + far).clamp(max=BLOCK_ELEMENTS).sum())
+def _ends(payload: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]) -> torch.Tensor:
+    """Return where the changes of each run end among those that a payload lists, int64.
+
+    Raises:
+        DigestMismatchError: It is malformed: its lengths.
+    """
+    library = _library()
+    assert library is not None, "it works"
+    table, ends = _table(runs, itemsizes), torch.zeros(len(runs), dtype=torch.int64)
+    wrong = library.weft_check(
+        _at(payload),
+        ctypes.c_int64(payload.numel()),
+        _at(table),
+        ctypes.c_int64(len(runs)),
+        _at(ends),
+    )
+    if wrong:
+        raise malformed(_WRONG[wrong])
+    return ends
 
 
 def _apply(
@@ -234,45 +271,71 @@ def _apply(
     writes: bool,
     lists: Sequence[torch.Tensor] | None = None,
 ) -> list[int]:
+    """Read a payload whose lengths were checked; write, or list, what it changes."""
     library = _library()
     assert library is not None, "it works"
-    table, scratch = _table(runs, itemsizes, places, [0] * len(runs)), _scratch(library)
-    changes, wrong_run = torch.empty(len(runs), dtype=torch.int64), ctypes.c_int64()
+    table = _table(runs, itemsizes, places)
     listed = [None] * 4 if lists is None else [_at(each) for each in lists]
-    wrong = library.weft_apply(
-        _at(payload),
-        ctypes.c_int64(payload.numel()),
-        _at(table),
-        ctypes.c_int64(len(runs)),
-        _at(column_weights(HOST)),
-        _at(data),
-        ctypes.c_int(writes),
-        _at(changes),
-        *listed,
-        ctypes.byref(wrong_run),
-        _at(scratch),
-    )
-    if wrong == _OTHER_BASE:
-        raise not_the_base(runs[wrong_run.value])
-    if wrong:
-        raise malformed(_WRONG[wrong])
-    return [change % 2**64 for change in changes.tolist()]
+
+    def share(first: int, end: int) -> tuple[int, torch.Tensor]:
+        sums, scratch = torch.zeros(2, len(runs), dtype=torch.int64), _scratch(library)
+        wrong = library.weft_apply(
+            _at(payload),
+            _at(table),
+            ctypes.c_int64(len(runs)),
+            _at(column_weights(HOST)),
+            _at(data),
+            ctypes.c_int(writes),
+            ctypes.c_int64(first),
+            ctypes.c_int64(end),
+            _at(sums[0]),
+            _at(sums[1]),
+            *listed,
+            _at(scratch),
+        )
+        return wrong, sums
+
+    shares = _by_threads(share, head_bytes(runs) // 8 - len(runs))
+    for wrong, _ in shares:
+        if wrong:
+            raise malformed(_WRONG[wrong])
+    old_sums, changes = torch.stack([sums for _, sums in shares]).sum(0)
+    differ = (old_sums != payload[: 8 * len(runs)].view(torch.int64)).nonzero().view(-1).tolist()
+    if differ and not writes:
+        raise not_the_base(runs[differ[0]])
+    return _unsigned(changes)
+
+
+def _by_threads(share: Callable[[int, int], _T], num_blocks: int) -> list[_T]:
+    """Call a function with the first block and the end of each of some shares, on as many threads
+    as torch computes with; C runs beside Python."""
+    num = max(1, min(torch.get_num_threads(), num_blocks // _LEAST_BLOCKS))
+    edges = [*pairwise(num_blocks * nth // num for nth in range(num + 1))]
+    if num == 1:
+        return [share(*edges[0])]
+    with ThreadPoolExecutor(num, "weft-changes") as pool:
+        return [*pool.map(lambda edge: share(*edge), edges)]
+
+
+def _unsigned(sums: torch.Tensor) -> list[int]:
+    return [value % 2**64 for value in sums.tolist()]
 
 
 def _table(
     runs: Sequence[Run],
     itemsizes: Sequence[int],
-    places: Sequence[RunPlace],
-    addresses: Sequence[int],
+    places: Sequence[RunPlace] | None = None,
+    addresses: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the runs as ``changes.c`` has them."""
+    """Return the runs as ``changes.c`` has them: where in memory, and where else."""
     shapes = [
         (run.num_elements, size, run.first, run.count, run.stride)
         for run, size in zip(runs, itemsizes, strict=True)
     ]
+    places = places or packed_places(runs, itemsizes)
     rows = [
         (place.at, address, *shape, place.row, place.stride)
-        for shape, place, address in zip(shapes, places, addresses, strict=True)
+        for shape, place, address in zip(shapes, places, addresses or repeat(0), strict=False)
     ]
     return torch.tensor(rows, dtype=torch.int64)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -137,6 +137,44 @@ def test_every_way_of_coding_makes_the_same_payload(pair: Pair) -> None:
     assert host_changes.encode(pair.old, where_they_lie, pair.runs, pair.sizes).payload.equal(
         one.payload
     )
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.9])
+def test_threads_share_the_blocks_of_a_bucket(density: float) -> None:
+    """They cut runs where blocks end, and one has runs of several sizes."""
+    runs = [Run(0, 0, 40, 60, 50_000), Run(1, 7, 1_000_000), *(Run(n, 0, 900) for n in range(2, 9))]
+    sizes = [2, 1, 2, 4, 8, 1, 2, 4, 8]
+    pair = pair_of(runs, sizes, density, seed=6)
+    one = change_coding.encode_changes(pair.old, pair.new, runs, sizes)
+    coded = host_changes.encode(pair.old, pair.new, runs, sizes)
+    assert coded.payload.equal(one.payload)
+    assert coded[1:] == one[1:]
+    data = pair.old.clone()
+    read = host_changes.read(coded.payload, runs, sizes, data, [pair.places])
+    assert read.sums == host_changes.apply(coded.payload, runs, sizes, data, pair.places)
+    assert data.equal(pair.new)
+    read.undo()
+    assert data.equal(pair.old)
+    read.apply()
+    assert data.equal(pair.new)
+    if density:
+        with pytest.raises(DigestMismatchError, match=r"tensor=0.* other elements"):
+            host_changes.apply(coded.payload, runs, sizes, data, pair.places)
+        assert data.equal(pair.new)
+    if density == 0.01:
+        damaged = coded.payload.clone()
+        damaged[coded.used_bytes - 40 : coded.used_bytes] = 0
+        with pytest.raises(DigestMismatchError, match="malformed"):
+            host_changes.apply(damaged, runs, sizes, pair.old, pair.places)
 
 
 @settings(max_examples=60, deadline=None)
