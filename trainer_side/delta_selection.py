@@ -8,6 +8,7 @@ own: the pool serves the copy's content, or another.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,17 +24,20 @@ from trainer_side.deltas.choice import (
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.deltas.delta_push import (
     NO_CHANGES,
+    CopiedPush,
     DeltaPush,
+    IdlePush,
     RankChanges,
     compare,
     delta_packing,
+    read_into,
 )
 from trainer_side.packing.packer import gpu_of
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.push_request import DeltaUsage, PushPlan
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import FLAGS, Ranks, agreeing
-from weft_rl.contract.errors import WeftError
+from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.contract.manifest import MAX_WIRE_BUCKETS, mixed_plan
 from weft_rl.transport.group import CPU
 from weft_rl.v1 import publish_pb2 as pb
@@ -62,16 +66,20 @@ class DeltaSelection:
         self._why = ""
         #: Device on which the push under way is compared.
         self._device = CPU
+        self._is_delta, self._share = False, 0.0
+        self.has_read = False
+        """True if the copy holds what the call under way pushes, which need not be read again."""
 
     def begin(self) -> None:
         """Forget what became of the push before."""
         self._refused = self._why = ""
+        self._is_delta, self._share, self.has_read = False, 0.0, False
 
     def failed(self, plan: PushPlan, error: WeftError) -> bool:
         """Free what a failed push's comparison brought. Return whether the pool has refused a
         delta: then the same push goes on with all elements. Not collective, the same on every
         rank."""
-        if not isinstance(plan.push, DeltaPush):
+        if not self._is_delta:
             return False
         plan.push.release()
         if error.reason != "DELTA_REFUSED":
@@ -88,18 +96,24 @@ class DeltaSelection:
         Raises:
             WeftError: What this rank sends cannot be read; the same on every rank.
         """
+        self._is_delta = False
         if self._mode == "never":
             return plan
+        if self.has_read:
+            return self._read_before(plan)
         self._device = self._device_for(plan)
         told = self._ranks.share(lambda: _encode(self._choice(plan)), all_wait=True)
         choice = _decode(told)
         push, self._why = plan.push, choice.why
+        if push.reads_once and choice.how != "whole":
+            return self._read(plan, choice)
         if choice.how in ("delta", "mixed"):
             with agreeing(self._ranks) as agreement:
                 agreement.flags = _NO_COPY * (not self._fits(push))
             if not agreement.told & _NO_COPY:
                 made, why = self._compared(plan, is_mixed=choice.how == "mixed")
                 if made is not None:
+                    self._is_delta, self._share = True, made.changed_share
                     return replace(plan, push=made)
                 self._why = why
             else:
@@ -113,11 +127,11 @@ class DeltaSelection:
     def usage(self, plan: PushPlan, transfer: pb.Transfer) -> DeltaUsage:
         """Return the cost and gain of a push's delta, for its report."""
         push, memory_bytes = plan.push, self.copy.num_bytes if self.copy else 0
-        if isinstance(push, DeltaPush):
-            seconds, share = push.compared.seconds, push.changed_share
+        if self._is_delta:
+            seconds = push.compared.seconds if isinstance(push, DeltaPush) else 0.0
             num_whole = len(transfer.whole_replica_ids)
             why = self._why if num_whole else ""
-            return DeltaUsage(True, share, seconds, memory_bytes, why, num_whole)
+            return DeltaUsage(True, self._share, seconds, memory_bytes, why, num_whole)
         return DeltaUsage(memory_bytes=memory_bytes, whole_reason=self._why)
 
     def committed(self, plan: PushPlan, transfer: pb.Transfer) -> None:
@@ -152,7 +166,11 @@ class DeltaSelection:
         """Return the device that buckets are packed on: also where they are sent from the host, the
         GPU that their elements lie on."""
         device, push = self._selection.device_of(plan.backend), plan.push
-        if device.type != "cpu" or push.sender is None or not push.is_comparable:
+        if device.type != "cpu" or push.sender is None:
+            return device
+        if push.reads_once:
+            return _gpu_in_use() or device
+        if not push.is_comparable:
             return device
         runs = push.packing.runs
         return (runs and gpu_of(push, runs[0])) or device
@@ -171,8 +189,6 @@ class DeltaSelection:
         push, target = plan.push, plan.target
         if self._refused:
             return Choice("keep", f"the pool refused a delta: {self._refused}")
-        if not push.is_comparable:
-            return Choice("whole", "what is pushed can be read only once")
         content = target.base_content_digest
         facts = PoolFacts(
             served=target.base_layout_digest + content if content else b"",
@@ -186,6 +202,10 @@ class DeltaSelection:
         history = self._of(plan)
         choice = choose(self._mode, facts, history)
         history.num_paused = max(0, history.num_paused - 1)
+        if choice.how == "keep" and push.reads_once:
+            self.copy = self._copy_for(plan)
+            if self.copy is None:
+                return Choice("whole", "there is no memory for a copy")
         return choice
 
     def _fits(self, push: RankPush) -> bool:
@@ -201,7 +221,7 @@ class DeltaSelection:
             return self.copy
         self.close()  # its memory, before the next is made
         try:
-            return CommittedCopy(plan.push.packing, self._device)
+            return CommittedCopy(plan.push.copied_as, self._device)
         except (RuntimeError, MemoryError) as error:
             _log.warning("there is no memory for the copy that deltas are made from: %s", error)
             return None
@@ -226,23 +246,99 @@ class DeltaSelection:
         values[-1] = changes.num_changes
         *sizes, num_changes = self._ranks.add_up(values).result()
         self._note(plan, changes)
-        if why := why_too_large(sum(sizes), push.num_bytes):
-            self._of(plan).was_useless()
+        own = None if push.sender is None else copy
+        made, why = self._delta(plan, push, changes, sizes, num_changes, own, is_mixed=is_mixed)
+        if made is None:
             push.release()
+        return made, why
+
+    def _delta(
+        self,
+        plan: PushPlan,
+        whole: RankPush,
+        changes: RankChanges,
+        sizes: Sequence[int],
+        num_changes: int,
+        copy: CommittedCopy | None,
+        *,
+        is_mixed: bool,
+    ) -> tuple[DeltaPush | None, str]:
+        """Return this rank's part of a delta, or why there is none; the same on every rank.
+
+        Args:
+            whole: Push of all elements.
+            changes: Changes of this rank.
+            sizes, num_changes: Payloads and elements of all ranks.
+            copy: Copy that they were made from; None at a rank that sends none.
+            is_mixed: True if all elements are sent behind it.
+        """
+        if why := why_too_large(sum(sizes), whole.num_bytes):
+            self._of(plan).was_useless()
             return None, why
-        base = plan.target.base_content_digest
-        packing = delta_packing(push.packing, base, sizes)
+        packing = delta_packing(whole.packing, plan.target.base_content_digest, sizes)
         mixed = None
         if is_mixed:
-            num_buckets = len(packing.plan.buckets) + len(wires)
+            num_buckets = len(packing.plan.buckets) + len(whole.packing.plan.buckets)
             if num_buckets > MAX_WIRE_BUCKETS:
-                push.release()
                 return None, f"a delta and all elements would have {num_buckets} wire buckets"
-            mixed = mixed_plan(packing.plan, push.packing.plan)
+            mixed = mixed_plan(packing.plan, whole.packing.plan)
         num_elements = sum(slot.meta.num_elements for slot in packing.manifest.tensors)
-        own = None if push.sender is None else copy
         share = num_changes / num_elements
-        return DeltaPush(push, packing, changes, own, share, mixed), ""
+        return DeltaPush(whole, packing, changes, copy, share, mixed), ""
+
+    def _read(self, plan: PushPlan, choice: Choice) -> PushPlan:
+        """Read what can be read once into the copy; return the push of a delta, or of the copy.
+        Collective: rank 0 alone sends, and has a copy."""
+        push, copy, changes = plan.push, self.copy, NO_CHANGES
+        is_sender, compares = push.sender is not None, choice.how != "keep"
+        with agreeing(self._ranks):
+            if is_sender:
+                assert copy is not None, "it was chosen so"
+                device, finite = self._device, plan.finite
+                changes = read_into(push, copy, device, finite=finite, compares=compares)
+            else:
+                push.read_once(_nothing_to_take, self._device)
+        self.has_read = True
+        made: RankPush = IdlePush(push)
+
+        def decide() -> bytes:
+            nonlocal made
+            assert copy is not None
+            made, why, share = CopiedPush(push, copy), choice.why, 0.0
+            if compares:
+                self._note(plan, changes)
+                sizes, num = changes.sizes, changes.num_changes
+                is_mixed = choice.how == "mixed"
+                delta, why = self._delta(plan, made, changes, sizes, num, copy, is_mixed=is_mixed)
+                if delta is not None:
+                    made, share = delta, delta.changed_share
+            return f"{share} {why}".encode()
+
+        text, _, why = self._ranks.share(decide, all_wait=True).decode().partition(" ")
+        self._share, self._is_delta = float(text), not why
+        self._why = why or choice.why
+        return replace(plan, push=made)
+
+    def _read_before(self, plan: PushPlan) -> PushPlan:
+        """Return the push of what was read into the copy by an attempt before this one; collective.
+
+        Raises:
+            InvalidRequestError: The pool's layout has changed.
+        """
+        push, copy = plan.push, self.copy
+        with agreeing(self._ranks):
+            if push.sender is None:
+                again: RankPush = IdlePush(push)
+            elif copy is not None and _is_same(copy, push):
+                again = CopiedPush(push, copy)
+            else:
+                raise InvalidRequestError(
+                    "what is pushed cannot be read again, and the pool takes another layout than "
+                    "when it was read: push once more"
+                )
+        if self._refused:
+            self._why = f"the pool refused a delta: {self._refused}"
+        return replace(plan, push=again)
 
     def _note(self, plan: PushPlan, changes: RankChanges) -> None:
         if changes.seconds > 0:
@@ -251,11 +347,21 @@ class DeltaSelection:
 
 def _is_same(copy: CommittedCopy, push: RankPush) -> bool:
     """Return whether a copy has the buckets that a push sends."""
-    own, packing = copy.packing, push.packing
+    own, packing = copy.packing, push.copied_as
     return own is packing or (
         own.manifest.layout_digest == packing.manifest.layout_digest
         and (own.plan, own.sender, own.runs) == (packing.plan, packing.sender, packing.runs)
     )
+
+
+def _gpu_in_use() -> torch.device | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _nothing_to_take(index: int, tensor: torch.Tensor) -> int:
+    raise AssertionError("rank 0 takes what is read")
 
 
 def _encode(choice: Choice) -> bytes:

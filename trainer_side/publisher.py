@@ -81,7 +81,7 @@ class Publisher:
             earlier pushes of this publisher included. Within it a push
             that ends for a reason that passes (too few replicas were left, the coordinator was
             restarted) is begun again by itself: what it raises is final. An iterator of named
-            tensors cannot be read again.
+            tensors cannot be read again, unless a copy is kept for deltas.
         connect_seconds: Longest wait for a coordinator that was never reached: the first
             push then fails on every rank with ``COORDINATOR_UNREACHABLE``, which says what
             was tried. Jobs that start together with the pool say 300. A coordinator that was
@@ -308,7 +308,8 @@ class Publisher:
                 function that makes one of these: in any order, each tensor on any device and copied
                 before the next is asked for, so its memory may be used again then. Given at every
                 rank, in step, or at rank 0 alone (None elsewhere). What one rank gives in a dict,
-                a list or a tuple is read where it lies, and may be sent as a delta.
+                a list or a tuple is read where it lies; else, for a delta, all is read before it
+                is sent.
             metadata: Names in the order of ``tensors``, each with something that has its
                 shape and dtype; needed where a replica loads a base in place, but not of a
                 collection that one rank gives.

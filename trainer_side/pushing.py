@@ -384,7 +384,7 @@ class PushExecutor:
                 return _FINAL
             if deadline - time.monotonic() < 2 * pause:
                 return _FINAL
-            if plan is not None and not plan.what.can_begin_again:
+            if plan is not None and not (plan.what.can_begin_again or self._deltas.has_read):
                 return _FINAL + (
                     b"; named tensors cannot be read again: give a function that makes the "
                     b"iterator, and such a push is begun again by itself"

@@ -116,10 +116,39 @@ def test_a_rank_that_gathers_sends_what_has_changed_for_all(
     begun(trainer, "fsdp2", max_senders=1)
     for number in range(3):
         answers = trainer.do("push", what="base")
+        assert not any("error" in answer for answer in answers), answers
+        assert [a["is_delta"] for a in answers] == [number > 0] * 2, answers
+        assert [bool(a["copied_bytes"]) for a in answers] == [True, False]
         check_whole(trainer, engines, tmp_path / "whole.pt")
         trainer.do("nudge", stride=STRIDE, by=0.5**number)
-    assert not any("error" in answer for answer in answers), answers
-    assert answers[0]["is_delta"] or answers[0]["why"], answers
+
+
+@pytest.mark.parametrize(("kind", "gives"), [("ddp", True), ("ddp", False), ("fsdp2", True)])
+def test_named_tensors_that_all_ranks_gather_are_compared_as_they_come(
+    kind: str, gives: bool, engines: list[EngineDouble], trainer: RankedTrainer, tmp_path: Path
+) -> None:
+    """In another order each time; rank 1 takes part though it gives none, where nothing is sharded.
+    What one rank cannot gather ends the push of both, and the next one."""
+    begun(trainer, kind)
+    named = {"stop": [-1, -1], "fail": [-1, -1], "give": [True, gives]}
+    for number in range(3):
+        answers = trainer.do("push_named", seed=number, **named)
+        assert not any("error" in answer for answer in answers), answers
+        assert [a["is_delta"] for a in answers] == [number > 0] * 2, answers
+        assert [bool(a["copied_bytes"]) for a in answers] == [True, False]
+        check_whole(trainer, engines, tmp_path / "whole.pt")
+        trainer.do("nudge", stride=STRIDE, by=0.5**number)
+    if gives:
+        alone = [[5, -1], [-1, 5]] if kind == "ddp" else []  # else the other waits in a gather
+        for fail in ([5, 5], *alone):
+            answers = trainer.do("push_named", seed=7, **{**named, "fail": fail})
+            assert all("out of memory" in a["message"] for a in answers), answers
+    for is_delta in (False, True):
+        answers = trainer.do("push_named", seed=8, **named)
+        # Where no rank has failed, the copy is still of what the pool serves.
+        assert [a["is_delta"] for a in answers] == [is_delta or not gives] * 2, answers
+        check_whole(trainer, engines, tmp_path / "whole.pt")
+        trainer.do("nudge", stride=STRIDE, by=0.25)
 
 
 def test_a_rank_whose_copy_is_of_something_else_is_found_and_all_send_whole(

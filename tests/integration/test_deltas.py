@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -19,7 +20,7 @@ from trainer_side.deltas import choice
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.push_request import DeltaUsage, PushReport
 from weft_rl.cli.orders import pin, rollback
-from weft_rl.contract.errors import NotFoundError, NotReadyError
+from weft_rl.contract.errors import InvalidManifestError, NotFoundError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2, publish_pb2
@@ -410,15 +411,103 @@ def test_named_tensors_in_a_collection_are_compared(
     assert all(same(engine.base, weights(model)) for engine in engines)
 
 
-def test_named_tensors_of_an_iterator_are_sent_whole(
+def arriving(model: Model, seed: int, ends_after: int = -1) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give named tensors in the order of a seed, each in memory that is used again for the next
+    one, as frameworks do that gather."""
+    named = [*weights(model).items()]
+    random.Random(seed).shuffle(named)
+    memory = torch.empty(max(tensor.numel() for _, tensor in named), dtype=torch.float64)
+    for name, tensor in named[:ends_after] if ends_after >= 0 else named:
+        given = memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        yield name, given
+        memory.zero_()
+
+
+def metadata_of(model: Model, seed: int) -> list[tuple[str, torch.Tensor]]:
+    named = [*weights(model).items()]
+    random.Random(seed).shuffle(named)
+    return named
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_named_tensors_of_an_iterator_are_compared_as_they_come(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher, is_ordered: bool
+) -> None:
+    """In another order each time, unless it is said beforehand: then it is the layout's."""
+    model, reports = Model(seed=1), list[PushReport]()
+    for number in range(4):
+        seed = 1 if is_ordered else number
+        metadata = metadata_of(model, seed) if is_ordered else None
+        version, report = publisher.push_tensors(arriving(model, seed), metadata=metadata)
+        reports.append(report)
+        assert all(same(engine.base, weights(model)) for engine in engines)
+        if number < 3:
+            step(model)
+    assert [report.delta.is_delta for report in reports] == [False, True, True, True]
+    assert reports[0].delta.whole_reason == "there is no copy yet of what the pool committed"
+    assert 0 < reports[1].delta.changed_share < 1
+    assert reports[1].sent_bytes < reports[1].total_bytes
+    if not is_ordered:  # it is the version, and the layout, that the model itself is pushed as
+        again = publisher.push_base(model)
+        assert again.report.delta.is_delta
+        assert again.report.delta.changed_share == 0
+        assert content_of(pool, str(again.version)) == content_of(pool, str(version))
+
+
+def test_an_iterator_is_not_asked_again_where_its_delta_is_refused(
+    pool: Pool, in_place: EngineDouble, publisher: Publisher
+) -> None:
+    """All elements come from the copy then, and it follows."""
+    model = Model(seed=1)
+    publisher.push_tensors(arriving(model, 1))
+    step(model)
+    with torch.no_grad():
+        model.layers[1]["q_proj"].weight.view(-1)[100] += 1
+    in_place.base["layers.1.q_proj.weight"].view(-1).view(torch.int32)[100] ^= 1 << 12
+    report = publisher.push_tensors(arriving(model, 2)).report
+    assert "layers.1.q_proj.weight" in report.delta.whole_reason
+    assert "the pool refused a delta" in report.delta.whole_reason
+    assert same(in_place.base, weights(model))
+    for is_delta in (False, True):  # a pause after one of no use
+        step(model)
+        assert publisher.push_tensors(arriving(model, 3)).report.delta.is_delta is is_delta
+        assert same(in_place.base, weights(model))
+
+
+def test_an_iterator_of_which_most_has_changed_is_sent_from_the_copy(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    publisher.push_tensors(arriving(Model(seed=1), 1))
+    report = publisher.push_tensors(arriving(Model(seed=2), 2)).report
+    assert "of all bytes" in report.delta.whole_reason
+    assert all(same(engine.base, weights(Model(seed=2))) for engine in engines)
+
+
+def test_an_iterator_that_ends_early_leaves_no_copy_that_is_trusted(
     pool: Pool, engines: list[EngineDouble], publisher: Publisher
 ) -> None:
     model = Model(seed=1)
-    for _ in range(2):
-        report = publisher.push_tensors(iter(weights(model).items())).report
-        assert report.delta.whole_reason == "what is pushed can be read only once"
-        assert all(same(engine.base, weights(model)) for engine in engines)
-        step(model)
+    publisher.push_tensors(arriving(model, 1))
+    step(model)
+    with pytest.raises(InvalidManifestError, match="is missing"):
+        publisher.push_tensors(arriving(model, 2, ends_after=5))
+    report = publisher.push_tensors(arriving(model, 3)).report
+    assert report.delta.whole_reason == "there is no copy yet of what the pool committed"
+    assert all(same(engine.base, weights(model)) for engine in engines)
+
+
+def test_an_iterator_is_sent_to_those_too_that_take_no_delta(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    other = EngineDouble(weights(Model()))
+    pool.add_replica("replica-9", other)
+    model = Model(seed=1)
+    publisher.push_tensors(arriving(model, 1))
+    step(model)
+    report = publisher.push_tensors(arriving(model, 2)).report
+    assert report.delta.is_delta
+    assert report.delta.num_whole_replicas == 1
+    assert all(same(engine.base, weights(model)) for engine in (*engines, other))
 
 
 def test_auto_leaves_a_fast_backend_alone_and_keeps_no_copy(

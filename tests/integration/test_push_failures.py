@@ -284,6 +284,22 @@ def test_what_cannot_be_read_twice_is_not_begun_twice(pool):
         assert time.monotonic() - began < 10
 
 
+def test_what_is_kept_for_deltas_is_begun_again_though_it_cannot_be_read_twice(pool):
+    pool.add_replica("replica-0", EngineDouble(weights(Model()), base_copies=1))
+    after = EngineDouble(weights(Model()), base_copies=1)
+
+    def lose_the_only_one():
+        pool.remove_replica("replica-0")
+        pool.add_replica("replica-1", after)
+
+    with striking(pool, lose_the_only_one, delta="always") as publisher:
+        report = publisher.push_tensors(Model(1).named_parameters()).report
+        assert any("begun again" in remark for remark in report.remarks)
+        assert same(after.base, weights(Model(1)))
+        assert publisher.push_tensors(Model(1).named_parameters()).report.delta.is_delta
+    assert same(after.base, weights(Model(1)))
+
+
 def test_all_means_all_and_is_final(pool, engines):
     lose = functools.partial(pool.remove_replica, "replica-1")
     with striking(pool, lose, require="all") as publisher:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
+from weft_rl.contract.manifest import align_up
 from weft_rl.interrupts import OwnThread
 from weft_rl.transport.group import on_device
 from weft_rl.transport.wire.changes import (
@@ -114,8 +115,29 @@ class CommittedCopy:
         self._note_written()
         self._num_put += 1
 
+    def open(self) -> None:
+        """Begin to write whole tensors, one by one, to ``place``: it is of no version meanwhile."""
+        self.settle()
+        self._digest, self._num_put = b"", 0
+        self._totals = self._totals or [0] * len(self.packing.manifest.tensors)
+
+    def place(self, index: int) -> torch.Tensor:
+        """Return the bytes of a whole tensor, uint8, with those that fill it up; as ``payload``."""
+        slot = self.packing.manifest.tensors[index]
+        end = slot.offset_bytes + align_up(slot.meta.num_bytes)
+        return self.payload(slot.bucket)[slot.offset_bytes : end]
+
+    def wrote(self, index: int, digest: int) -> None:
+        """Take note of a tensor's digest once it is written to its place."""
+        self._totals[index] = digest
+        self._note_written()
+
+    def close(self) -> None:
+        """Take note that every tensor was written."""
+        self._num_put = len(self._payloads)
+
     def committed(self, content_digest: bytes) -> None:
-        """Record that the pool has committed what was put, if that is all."""
+        """Record that the pool has committed what was put, or written, if that is all."""
         self._digest = content_digest if self._num_put == len(self._payloads) else b""
 
     def apply(

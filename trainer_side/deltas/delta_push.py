@@ -11,12 +11,13 @@ from functools import cached_property
 import torch
 
 from trainer_side.deltas.committed_copy import NUM_COMPARED, CommittedCopy
-from trainer_side.packing.packer import PackedLayout, check_finite, resident
+from trainer_side.packing.packer import PackedBucket, PackedLayout, check_finite, resident
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
 from trainer_side.sources.source import torch_dtypes
 from weft_rl.contract.errors import DigestMismatchError
-from weft_rl.contract.manifest import Run, SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.manifest import Run, SendPlan, TensorSlot, WireBucket, make_send_plan
+from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
     are_comparable,
@@ -118,6 +119,66 @@ def compare(
     return RankChanges(coded, most, time.monotonic() - began)
 
 
+def read_into(
+    push: RankPush, copy: CommittedCopy, device: torch.device, *, finite: bool, compares: bool
+) -> RankChanges:
+    """Read what rank 0 sends into its copy, tensor by tensor, and compare it with what was there;
+    collective, blocks for the reading.
+
+    Args:
+        push: Push that is read once.
+        copy: Copy of whole tensors; of no version from here until it is committed.
+        device: Device on which tensors are compared.
+        finite: Refuse NaN and infinities.
+        compares: False for a copy that holds nothing yet.
+
+    Raises:
+        NotFiniteError: Names the tensor.
+        BaseException: The error that ended the reading.
+    """
+    began, tensors = time.monotonic(), copy.packing.manifest.tensors
+    parts = dict[int, EncodedChanges]()
+    copy.open()
+
+    def take(index: int, tensor: torch.Tensor) -> int:
+        meta = tensors[index].meta
+        place = copy.place(index)
+        (dtype,) = torch_dtypes([meta])
+        new = torch.zeros(place.numel(), dtype=torch.uint8, device=device)
+        new[: meta.num_bytes].view(dtype).copy_(tensor.reshape(-1))
+        if finite:
+            check_finite(new, [TensorSlot(meta, 0, 0)])
+        if compares:
+            run, size = Run(index, 0, meta.num_elements), meta.dtype.itemsize_bytes
+            parts[index] = start_encoding(place.to(device), new, [run], [size])()
+            digest = (copy.totals[index] + parts[index].sums[0]) % 2**64
+        else:
+            digest = tensor_digest(new)
+        place.copy_(new)
+        copy.wrote(index, digest)
+        return digest
+
+    push.read_once(take, device)
+    copy.close()
+    if not compares:
+        return NO_CHANGES
+    by_bucket = copy.packing.manifest.tensors_by_bucket
+    coded = [_of_all([parts[index] for index in of_bucket]) for of_bucket in by_bucket]
+    most = max(wire.payload_bytes for wire in copy.packing.plan.buckets)
+    return RankChanges(coded, most, time.monotonic() - began)
+
+
+def _of_all(parts: Sequence[EncodedChanges]) -> EncodedChanges:
+    """Return the changes of several wire buckets as those of one."""
+    return EncodedChanges(
+        join_changes(parts),
+        sum(part.num_changes for part in parts),
+        [total for part in parts for total in part.sums],
+        sum(part.head_bytes for part in parts),
+        sum(part.used_bytes for part in parts),
+    )
+
+
 def _lying(push: RankPush, old: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor] | None:
     """Return a bucket's elements where they lie, if they can be compared there; else None."""
     packing = push.packing
@@ -159,6 +220,44 @@ def _num_runs(whole: PackedLayout, index: int) -> int:
     return len(whole.runs[index])
 
 
+class CopiedPush(RankPush):
+    """Push by rank 0 of all elements that its copy holds: what is read once was read into it.
+
+    Args:
+        push: Push that was read.
+        copy: The copy, which follows the commit.
+    """
+
+    def __init__(self, push: RankPush, copy: CommittedCopy) -> None:
+        self.description, self.remarks = push.description, push.remarks
+        self.packing, self.copy, self._copied = copy.packing, copy, copy
+        self.num_bytes, self.sender = push.num_bytes, push.sender
+
+    def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
+        metas = [self.packing.manifest.tensors[run.tensor].meta for run in runs]
+        return [
+            self._copied.place(run.tensor)[: meta.num_bytes].view(dtype).view(meta.shape)
+            for run, meta, dtype in zip(runs, metas, torch_dtypes(metas), strict=True)
+        ]
+
+    def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
+        for view, tensor in zip(views, self.by_reference(runs), strict=True):
+            assert tensor is not None
+            view.copy_(tensor)
+
+    def on_packed(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
+        """See ``Reader``: note what the copy holds, should it have held something else before."""
+        for run, digest in zip(packed.runs, packed.digests, strict=True):
+            self._copied.wrote(run.tensor, digest)
+
+
+class IdlePush(RankPush):
+    """Part of a rank other than 0 in a push that all ranks have read already: none."""
+
+    def __init__(self, push: RankPush) -> None:
+        self.description = push.description
+
+
 class DeltaPush(RankPush):
     """Push of a delta by one rank, in place of one of all elements.
 
@@ -186,7 +285,11 @@ class DeltaPush(RankPush):
         self.remarks, self.senders, self.sender = whole.remarks, whole.senders, whole.sender
         self.is_prepared_together = whole.is_prepared_together
         self.changed_share = share
-        self._totals = None if copy is None else changes.totals(copy)
+        #: Whether the copy holds the new elements already.
+        self._is_copied = isinstance(whole, CopiedPush)
+        self._totals = None
+        if copy is not None:
+            self._totals = list(copy.totals) if self._is_copied else changes.totals(copy)
         self._mixed, self._packed_totals = mixed, self._totals
         self.behind = None if mixed is None else whole
 
@@ -229,4 +332,7 @@ class DeltaPush(RankPush):
         if self._packed_totals != self._totals:
             raise DigestMismatchError("the copy of what the pool committed last was damaged")
         if self._copy is not None and self._totals is not None:
-            self._copy.apply(self.compared.coded, content_digest, self._totals)
+            if self._is_copied:
+                self._copy.committed(content_digest)
+            else:
+                self._copy.apply(self.compared.coded, content_digest, self._totals)

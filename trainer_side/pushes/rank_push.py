@@ -20,7 +20,13 @@ from trainer_side.packing.packer import (
 from trainer_side.params.params import copy_into
 from trainer_side.ranks.ranks import SENDER, OwnSum, Ranks, RankSum
 from trainer_side.sharding.plan import ShardPlan, ShardPlans
-from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
+from trainer_side.sources.named_source import (
+    DESCRIPTION,
+    NamedSteps,
+    OrderedSource,
+    RunSource,
+    TakeTensor,
+)
 from trainer_side.sources.source import HeldTensors, Source, held_tensors, reading, torch_dtypes
 from weft_rl.containers import LruMapping
 from weft_rl.contract.backends import BACKENDS
@@ -70,6 +76,9 @@ class RankPush:
     """See ``Content.check_unchanged``; None where nothing is read in place."""
     is_comparable: bool = False
     """True if this rank knows what it sends beforehand and can read it twice: for a delta."""
+    reads_once: bool = False
+    """True if all ranks read what is pushed together, one tensor after the other, and perhaps not
+    again; see ``read_once``."""
     copy: PackedCopy | None = None
     """Copy that is made of what is packed; None for none."""
     is_prepared_together: bool = False
@@ -82,6 +91,23 @@ class RankPush:
     def plan(self) -> SendPlan:
         """See ``Reader``."""
         return self.packing.plan
+
+    @property
+    def copied_as(self) -> PackedLayout:
+        """Packing that a copy of what this rank sends has."""
+        return self.packing
+
+    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+        """Read each tensor of the push, once, in any order, before it is sent; collective.
+
+        Args:
+            take: Called with each at rank 0.
+            device: Device on which they are wanted.
+
+        Raises:
+            BaseException: The error that ended the reading, at this rank or another.
+        """
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Bring together what cannot be sent as the ranks hold it. Collective, blocks."""
@@ -141,6 +167,8 @@ class GatheredPush(RankPush):
         packing: Buckets of the push.
     """
 
+    reads_once = True
+
     def __init__(self, source: Source, ranks: Ranks, packing: PackedLayout) -> None:
         self._source, self._ranks, self.packing = source, ranks, packing
         self.description = source.description
@@ -161,6 +189,19 @@ class GatheredPush(RankPush):
             for bucket in self.packing.manifest.buckets:
                 self._read(first, bucket.num_tensors, None)
                 first += bucket.num_tensors
+            self.end_packing()
+        finally:
+            self._source.end_reading()
+
+    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+        try:
+            for index, meta in enumerate(self._source.metas):
+                if self._ranks.rank == SENDER:
+                    out = _memory_for(meta, device)
+                    self._read(index, 1, [out])
+                    take(index, out)
+                else:
+                    self._read(index, 1, None)
             self.end_packing()
         finally:
             self._source.end_reading()
@@ -194,16 +235,26 @@ class NamedPush(RankPush):
 
     Args:
         source: Tensors of the push, from their beginning.
-        packing: Buckets of the push.
+        packing: Buckets of the push, if its order were known.
     """
 
     description = DESCRIPTION
+    reads_once = True
 
     def __init__(self, source: RunSource, packing: PackedLayout) -> None:
-        self._source, self.packing = source, packing
+        self._source, self._ordered = source, packing
+        self.packing = announced_packing(packing.manifest)
         self.num_bytes = packing.manifest.total_bytes
         self.sender = packing.sender
         source.begin(packing.manifest)
+
+    @property
+    def copied_as(self) -> PackedLayout:
+        return self._ordered
+
+    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+        self._source.read_once(take)
+        self.end_packing()
 
     def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
         return AnnouncedRuns(*self._source.fill(payload, on_progress))
@@ -217,9 +268,13 @@ class FollowedPush(RankPush):
     """
 
     description = DESCRIPTION
+    reads_once = True
 
     def __init__(self, steps: NamedSteps) -> None:
         self._steps = steps
+
+    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+        self._steps.follow()
 
     def assist(self, *, is_under_way: bool) -> None:
         """See ``RankPush``.
@@ -264,12 +319,20 @@ class HeldPush(RankPush):
         self.sender = plan.senders.index(ranks.rank) if ranks.rank in plan.senders else None
         self.packing = plan.packings[self.sender or 0]
         self.is_prepared_together = source.is_collective
-        self.is_comparable = not isinstance(source, OrderedSource)  # whose iterator is read once
+        self.reads_once = isinstance(source, OrderedSource)
+        self.is_comparable = not self.reads_once
         self._is_shared = plan.senders != (SENDER,)
         self._whole: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._begun = Flag()
         self._sum: RankSum | None = None
+
+    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+        for index, meta in enumerate(self._source.metas):
+            out = _memory_for(meta, device)
+            self._source.read(index, 1, [out])
+            take(index, out)
+        self.end_packing()
 
     def prepare(self) -> None:
         """See ``RankPush``: gather tensors that cannot be sent as the ranks hold them. They are
@@ -387,6 +450,11 @@ class HeldPush(RankPush):
         self._begun.wait(timeout_seconds)
 
 
+def _memory_for(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    (dtype,) = torch_dtypes([meta])
+    return torch.empty(meta.shape, dtype=dtype, device=device)
+
+
 _MAX_KEPT = 32
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
 #: with 512 MiB: a bucket must take longer than the release of the one before it.
@@ -446,8 +514,7 @@ class RankPushFactory:
 
     def announced_push(self, source: RunSource, backend: str) -> RankPush:
         """Make the push, at rank 0, of named tensors in the order that they come in."""
-        packing = self._packing(source.metas, backend)
-        return NamedPush(source, announced_packing(packing.manifest))
+        return NamedPush(source, self._packing(source.metas, backend))
 
     def _packing(
         self, metas: tuple[TensorMeta, ...], backend: str, num_senders: int = 1

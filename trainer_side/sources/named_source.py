@@ -37,6 +37,9 @@ NamedTensors = (
 )
 #: What ``metadata=`` takes: names with anything that has a shape and a dtype.
 Metadata = Mapping[str, Any] | Iterable[tuple[str, Any]]
+#: Takes a tensor of a layout, by its index, in any dtype and shape; returns its digest as it
+#: travels.
+TakeTensor = Callable[[int, torch.Tensor], int]
 # What a rank tells the others: it was given a tensor, its iterator has ended.
 _HAS, _ENDED = 1, 2
 # Tensors of one shape that a tied duplicate is compared with, and duplicates of one push, at
@@ -386,6 +389,22 @@ class RunSource:
             assert self._next() is None  # else it would have been refused
             self._tied.finish()
         return runs, digests
+
+    def read_once(self, take: TakeTensor) -> None:
+        """Take all tensors, as they come, in their own dtypes; collective. In place of ``fill``.
+
+        Args:
+            take: Called with each, 1-D; it may be overwritten afterwards.
+
+        Raises:
+            BaseException: See ``fill``.
+        """
+        while (found := self._next()) is not None:
+            index, slot, tensor = found
+            self._tied.sent(slot.meta.name, take(index, tensor), is_last=True)
+        if len(self._seen) < len(self._slots):
+            raise self._missing()
+        self._tied.finish()
 
     @staticmethod
     def _copy(meta: TensorMeta, part: torch.Tensor, payload: torch.Tensor) -> int:
