@@ -32,7 +32,7 @@ _SECONDS, _START_SECONDS = 120.0, 60.0
 _RATES = (3e-7, 1e-6, 3e-6, 1e-5)
 
 
-def push(target: str, elements: int, pushes: int) -> None:
+def push(target: str, elements: int, pushes: int, by_iterator: bool) -> None:
     """Push from inside a namespace; print a line of JSON for each way and rate of change."""
     torch.manual_seed(0)
     model = model_of(_NUM_TENSORS, elements)
@@ -53,7 +53,11 @@ def push(target: str, elements: int, pushes: int) -> None:
         ) as publisher:
             for number in range(_WARM + pushes):
                 step(rate or 1e-6)
-                report = publisher.push_base(model, timeout_seconds=_SECONDS).report
+                if by_iterator:
+                    named = model.named_parameters()
+                    report = publisher.push_tensors(named, timeout_seconds=_SECONDS).report
+                else:
+                    report = publisher.push_base(model, timeout_seconds=_SECONDS).report
                 if number >= _WARM:
                     assert report.delta.is_delta is bool(rate), report.delta
                     seen.append(report)
@@ -90,18 +94,20 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=1000, help="of the link; 0: no bound")
     parser.add_argument("--megabytes", type=int, default=95)
     parser.add_argument("--pushes", type=int, default=_PUSHES)
+    parser.add_argument("--iterator", action="store_true", help="give tensors one by one, as verl")
     parser.add_argument("--target", help=argparse.SUPPRESS)
     options = parser.parse_args()
     elements = options.megabytes * 500_000 // _NUM_TENSORS
     if options.target:
-        push(options.target, elements, options.pushes)
+        push(options.target, elements, options.pushes, options.iterator)
         return
     print(describe())
     with network() as net:
         for name in ("trainer", "replica"):
             net.host(name, options.mbit or None)
         args = ("-m", "benchmarks.deltas", "--target", _serve(net, elements), "--megabytes",
-                str(options.megabytes), "--pushes", str(options.pushes))  # fmt: skip
+                str(options.megabytes), "--pushes", str(options.pushes),
+                *(["--iterator"] if options.iterator else []))  # fmt: skip
         trainer = net["trainer"].start("trainer", args)
         # Pushes of all elements, and then deltas of each rate.
         rows = [trainer.answer(_SECONDS * options.pushes) for _ in (0.0, *_RATES)]
