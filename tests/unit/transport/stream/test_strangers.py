@@ -96,8 +96,15 @@ def test_who_does_not_know_the_secret_gets_nothing(group: Group) -> None:
 
 def test_a_flood_of_hellos_starts_few_threads(group: Group) -> None:
     push(group, 1)
-    place, own = group.place(0), os.getpid()
-    before = holding(own).threads
+    place, own, before = group.place(0), os.getpid(), 0
+
+    def all_lanes_are_there() -> bool:
+        nonlocal before
+        last, before = before, holding(own).threads
+        time.sleep(0.2)
+        return last == before
+
+    until(all_lanes_are_there, 20)  # a push needs not wait for each
     flood = []
     for _ in range(300):
         flood.append(connected(place))
