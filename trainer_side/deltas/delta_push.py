@@ -17,10 +17,11 @@ from trainer_side.ranks.ranks import RankSum
 from trainer_side.sources.source import torch_dtypes
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.manifest import Run, SendPlan, TensorSlot, WireBucket, make_send_plan
-from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.digests.wsum64 import digests_of
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
     are_comparable,
+    encode_over,
     join_changes,
     joined_bytes,
     start_encoding,
@@ -141,20 +142,18 @@ def read_into(
     copy.open()
 
     def take(index: int, tensor: torch.Tensor) -> int:
-        meta = tensors[index].meta
-        place = copy.place(index)
+        meta, place = tensors[index].meta, copy.place(index)
         (dtype,) = torch_dtypes([meta])
-        new = torch.zeros(place.numel(), dtype=torch.uint8, device=device)
-        new[: meta.num_bytes].view(dtype).copy_(tensor.reshape(-1))
+        new = tensor.reshape(-1).to(device, dtype).contiguous()
         if finite:
-            check_finite(new, [TensorSlot(meta, 0, 0)])
+            check_finite(new.view(torch.uint8), [TensorSlot(meta, 0, 0)])
         if compares:
             run, size = Run(index, 0, meta.num_elements), meta.dtype.itemsize_bytes
-            parts[index] = start_encoding(place.to(device), new, [run], [size])()
+            parts[index] = encode_over(place.to(device), new, run, size, place)
             digest = (copy.totals[index] + parts[index].sums[0]) % 2**64
         else:
-            digest = tensor_digest(new)
-        place.copy_(new)
+            (digest,) = digests_of([new])
+            place[: new.nbytes].copy_(new.view(torch.uint8))
         copy.wrote(index, digest)
         return digest
 

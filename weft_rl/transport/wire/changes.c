@@ -258,9 +258,21 @@ static int next_block(Block *block, const Run *runs, int64_t num_runs) {
   return 1;
 }
 
-// Code some blocks of a payload of runs and what they are now. Writes their headers and bodies, and adds to the sums of
-// each run; returns the bytes of the bodies, for all of which there is room.
-int64_t weft_encode(const uint8_t *old, const Run *runs, int64_t num_runs, const uint64_t *columns,
+// Write the new elements of a block that was coded over the old ones.
+static void overwrite(const Coder *coder, uint8_t *old, const uint8_t *new, int64_t num, uint64_t head) {
+  const List *lists[] = {&coder->near, &coder->far};
+  int64_t size = coder->run->size;
+  if ((head & 0xFFFF) == RAW) memcpy(old, new, num * size);
+  else for (int i = 0; i < 2; i++)
+    for (int64_t nth = 0; nth < lists[i]->num; nth++) {
+      int64_t at = lists[i]->at[nth] * size;
+      memcpy(old + at, new + at, size);
+    }
+}
+
+// Code some blocks of a payload of runs and what they are now, and write that over them if `overwrites`. Writes headers
+// and bodies, and adds to the sums of each run; returns the bytes of the bodies, for all of which there is room.
+int64_t weft_encode(uint8_t *old, int overwrites, const Run *runs, int64_t num_runs, const uint64_t *columns,
                     int64_t first_block, int64_t end_block, uint64_t *heads, uint8_t *bodies,
                     uint64_t *old_sums, uint64_t *sums, int64_t *num_changes, void *scratch) {
   Coder *coder = scratch;
@@ -274,7 +286,9 @@ int64_t weft_encode(const uint8_t *old, const Run *runs, int64_t num_runs, const
     const uint8_t *new = (const uint8_t *)(intptr_t)run->new_at;
     int64_t at = block.begin * run->size;
     coder->sum = coder->old_sum = 0;
-    body = encode_block(coder, old + run->at + at, new + at, block.begin, block.num, heads++, body);
+    body = encode_block(coder, old + run->at + at, new + at, block.begin, block.num, heads, body);
+    if (overwrites) overwrite(coder, old + run->at + at, new + at, block.num, *heads);
+    heads++;
     sums[block.run] += coder->sum;
     old_sums[block.run] += coder->old_sum;
   }

@@ -33,6 +33,7 @@ __all__ = [
     "are_comparable",
     "decode_changes",
     "encode_changes",
+    "encode_over",
     "has_host_coder",
     "has_kernels",
     "join_changes",
@@ -87,6 +88,28 @@ def encode_changes(
     """Compare two versions of a bucket, and code what differs; as ``start_encoding``, but blocks
     until it is done."""
     return start_encoding(old, new, runs, itemsizes)()
+
+
+def encode_over(
+    old: torch.Tensor, new: torch.Tensor, run: Run, itemsize: int, place: torch.Tensor
+) -> EncodedChanges:
+    """Compare two versions of one run, code what differs, and write the new one to a place; blocks.
+
+    Args:
+        old: Payload of the run, uint8, on any device.
+        new: Its elements, 1-D, contiguous, on the same device; not written to.
+        place: Where the new elements are wanted, uint8, of the size of ``old``: that, or memory on
+            another device.
+    """
+    runs, sizes, bits = [run], [itemsize], new.view(torch.uint8)
+    if place is old and has_host_coder(old.device):  # in one reading
+        return host_changes.encode(old, [new], runs, sizes, overwrites=True)
+    packed: torch.Tensor | Sequence[torch.Tensor] = [new]
+    if not are_comparable(old, [new], runs, sizes):
+        packed = torch.cat([bits, bits.new_zeros(old.numel() - bits.numel())])
+    coded = encode_changes(old, packed, runs, sizes)
+    place[: bits.numel()].copy_(bits)
+    return coded
 
 
 def start_encoding(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import subprocess
 import tempfile
 import threading
@@ -52,8 +53,8 @@ _WRONG: Final = (
     "an element comes twice",
     "it is not filled up with zeros",
 )
-#: Blocks, of 16,384 elements, that are worth a thread of their own: they take half a millisecond.
-_LEAST_BLOCKS: Final = 64
+#: Blocks, of 16,384 elements, that are worth a thread of their own: they take some 0.3 ms.
+_LEAST_BLOCKS: Final = 32
 _lock = threading.Lock()
 _T = TypeVar("_T")
 
@@ -94,8 +95,14 @@ def encode(
     new: torch.Tensor | Sequence[torch.Tensor],
     runs: Sequence[Run],
     itemsizes: Sequence[int],
+    *,
+    overwrites: bool = False,
 ) -> EncodedChanges:
-    """Compare two versions of a bucket, and code what differs; see ``encode_changes``."""
+    """Compare two versions of a bucket, and code what differs; see ``encode_changes``.
+
+    Args:
+        overwrites: Write the new elements over the old ones meanwhile.
+    """
     library = _library()
     assert library is not None, "it works"
     places = packed_places(runs, itemsizes)
@@ -116,6 +123,7 @@ def encode(
         num_changes, scratch = ctypes.c_int64(), _scratch(library)
         used = library.weft_encode(
             _at(old),
+            ctypes.c_int(overwrites),
             _at(table),
             ctypes.c_int64(len(runs)),
             _at(column_weights(HOST)),
@@ -313,8 +321,14 @@ def _by_threads(share: Callable[[int, int], _T], num_blocks: int) -> list[_T]:
     edges = [*pairwise(num_blocks * nth // num for nth in range(num + 1))]
     if num == 1:
         return [share(*edges[0])]
-    with ThreadPoolExecutor(num, "weft-changes") as pool:
-        return [*pool.map(lambda edge: share(*edge), edges)]
+    return [*_threads(os.getpid(), num).map(lambda edge: share(*edge), edges)]
+
+
+@cache
+def _threads(process: int, num: int) -> ThreadPoolExecutor:
+    """Return threads that are kept: what torch does once a thread takes milliseconds. A process
+    that is forked has none of its parent's."""
+    return ThreadPoolExecutor(num, "weft-changes")
 
 
 def _unsigned(sums: torch.Tensor) -> list[int]:

@@ -20,6 +20,7 @@ from weft_rl.transport.wire.changes import (
     apply_changes,
     decode_changes,
     encode_changes,
+    encode_over,
     join_changes,
     joined_bytes,
     packed_places,
@@ -139,6 +140,23 @@ def test_every_way_of_coding_makes_the_same_payload(pair: Pair) -> None:
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.booleans())
+def test_what_is_compared_is_written_over_what_was_there(pair: Pair, elsewhere: bool) -> None:
+    for run, size, place in zip(pair.runs, pair.sizes, pair.places, strict=True):
+        span = slice(place.at, place.at + run.num_elements * size)
+        old = torch.cat([pair.old[span], torch.zeros(-run.num_elements * size % 256).byte()])
+        new = elements(pair.new, place, run, size)
+        alone = Run(0, 0, run.num_elements)
+        packed = torch.cat([new.view(torch.uint8), old[new.nbytes :]])
+        wanted = encode_changes(old, packed, [alone], [size])
+        to = torch.zeros_like(old) if elsewhere else old
+        coded = encode_over(old, new, alone, size, to)
+        assert coded.payload.equal(wanted.payload)
+        assert coded[1:] == wanted[1:]
+        assert to.equal(packed)
+
+
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -159,6 +177,10 @@ def test_threads_share_the_blocks_of_a_bucket(density: float) -> None:
     assert coded.payload.equal(one.payload)
     assert coded[1:] == one[1:]
     data = pair.old.clone()
+    again = host_changes.encode(data, pair.new, runs, sizes, overwrites=True)
+    assert again.payload.equal(one.payload)
+    assert data.equal(pair.new)
+    data.copy_(pair.old)
     read = host_changes.read(coded.payload, runs, sizes, data, [pair.places])
     assert read.sums == host_changes.apply(coded.payload, runs, sizes, data, pair.places)
     assert data.equal(pair.new)
