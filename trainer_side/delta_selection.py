@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 # What a rank tells the others before they compare: that it has no copy that fits.
 _NO_COPY, _ = FLAGS
+_NO_MEMORY = "there is no memory for a copy"
 
 
 class DeltaSelection:
@@ -67,6 +68,8 @@ class DeltaSelection:
         #: Device on which the push under way is compared.
         self._device = CPU
         self._is_delta, self._share = False, 0.0
+        #: Whether it was said once that there is no memory for a copy.
+        self._is_told = False
         self.has_read = False
         """True if the copy holds what the call under way pushes, which need not be read again."""
 
@@ -122,6 +125,8 @@ class DeltaSelection:
             self.close()
         elif push.sender is not None and push.is_comparable:
             push.copy = self.copy = self._copy_for(plan)
+            if self.copy is None:
+                self._why = _NO_MEMORY
         return plan
 
     def usage(self, plan: PushPlan, transfer: pb.Transfer) -> DeltaUsage:
@@ -205,7 +210,7 @@ class DeltaSelection:
         if choice.how == "keep" and push.reads_once:
             self.copy = self._copy_for(plan)
             if self.copy is None:
-                return Choice("whole", "there is no memory for a copy")
+                return Choice("whole", _NO_MEMORY)
         return choice
 
     def _fits(self, push: RankPush) -> bool:
@@ -223,7 +228,9 @@ class DeltaSelection:
         try:
             return CommittedCopy(plan.push.copied_as, self._device)
         except (RuntimeError, MemoryError) as error:
-            _log.warning("there is no memory for the copy that deltas are made from: %s", error)
+            level = logging.INFO if self._is_told else logging.WARNING
+            _log.log(level, "there is no memory for what deltas are made from: %s", error)
+            self._is_told = True
             return None
 
     def _compared(self, plan: PushPlan, *, is_mixed: bool) -> tuple[DeltaPush | None, str]:

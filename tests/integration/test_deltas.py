@@ -19,6 +19,7 @@ from trainer_side import Publisher
 from trainer_side.deltas import choice
 from trainer_side.deltas.committed_copy import CommittedCopy
 from trainer_side.push_request import DeltaUsage, PushReport
+from weft_rl import host_memory
 from weft_rl.cli.orders import pin, rollback
 from weft_rl.contract.errors import InvalidManifestError, NotFoundError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
@@ -543,6 +544,28 @@ def test_auto_sends_deltas_where_they_are_faster(
     assert [report.delta.is_delta for report in reports] == [False, False, True, False, False]
     assert "comparing would take as long" in why[3]
     assert "no copy yet" in why[4]
+
+
+@pytest.mark.parametrize("is_iterator", [False, True])
+def test_a_copy_that_the_host_has_no_room_for_is_not_made(
+    pool: Pool,
+    engines: list[EngineDouble],
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+    is_iterator: bool,
+) -> None:
+    """Linux would give the memory, and end a process for it later."""
+    model = Model(seed=1)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: (2**30, "memory of this machine"))
+    for _ in range(2):
+        if is_iterator:
+            report = publisher.push_tensors(arriving(model, 1)).report
+        else:
+            report = publisher.push_base(model).report
+        assert "no memory for a copy" in report.delta.whole_reason
+        assert report.delta.memory_bytes == 0
+        assert all(same(engine.base, weights(model)) for engine in engines)
+        step(model)
 
 
 def test_a_copy_that_cannot_follow_a_committed_delta_fails_no_push(

@@ -14,11 +14,11 @@ from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher
 from trainer_side.packing.packer import Packer
-from trainer_side.params import snapshot
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.pool.client import PoolClient
 from trainer_side.pushes.content import base_content
 from trainer_side.ranks.ranks import OneRank
+from weft_rl import host_memory
 from weft_rl.contract.errors import ModelChangedError, PeerUnavailableError
 from weft_rl.contract.names import PolicyVersion
 
@@ -231,7 +231,7 @@ class TestWithoutRoom:
 
     @pytest.fixture(autouse=True)
     def no_room(self, monkeypatch):
-        monkeypatch.setattr(snapshot, "available_memory", lambda: (0, "memory of this machine"))
+        monkeypatch.setattr(host_memory, "available_memory", lambda: (0, "memory of this machine"))
 
     def test_frozen_weights_are_read_in_place(self, engine, publisher, gate):
         model = peft_of(Model(3))

@@ -13,8 +13,9 @@ import torch
 
 from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
 from weft_rl.contract.manifest import align_up
+from weft_rl.host_memory import why_no_room
 from weft_rl.interrupts import OwnThread
-from weft_rl.transport.group import on_device
+from weft_rl.transport.group import CPU, on_device
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
     packed_places,
@@ -43,6 +44,7 @@ class CommittedCopy:
 
     Raises:
         RuntimeError: There is no memory for it: torch's own.
+        MemoryError: The host has not as much left.
     """
 
     def __init__(self, packing: PackedLayout, device: torch.device) -> None:
@@ -57,7 +59,10 @@ class CommittedCopy:
         wires = [packing.plan.buckets[i] for i in packing.plan.sent_by(packing.sender)]
         self.num_bytes = sum(wire.payload_bytes for wire in wires)
         is_aside = device.type == "cuda" and not _has_room(device, self.num_bytes)
-        place = torch.device("cpu") if is_aside else device
+        place = CPU if is_aside else device
+        # Ranks may share a host: it must have room for what all of them copy.
+        if place.type == "cpu" and (why := why_no_room(packing.manifest.total_bytes)):
+            raise MemoryError(why)
         self._payloads = [
             torch.empty(wire.payload_bytes, dtype=torch.uint8, device=place, pin_memory=is_aside)
             for wire in wires

@@ -14,10 +14,7 @@ from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER, Ranks
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.host_memory import available_memory
-
-#: Memory of the host that is left to everything else.
-_RESERVE_BYTES = 2**30
+from weft_rl.host_memory import why_no_room
 
 
 class HostMemory:
@@ -67,10 +64,7 @@ class HostMemory:
         sizes = [meta.numel() * meta.element_size() for meta in metas]
         with self._lock:
             free = sum(size * len(held) for (size, _), held in self._free.items())
-        available, where = available_memory()
-        if max(0, sum(sizes) - free) <= max(0, available - _RESERVE_BYTES):
-            return ""
-        return f"its copy would take {sum(sizes):,} bytes, and the {where} has {available:,} left"
+        return why_no_room(sum(sizes), free)
 
     def give_back(self, borrower: int) -> None:
         """Make all buffers that a borrower took available again."""
