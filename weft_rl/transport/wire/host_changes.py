@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Final, TypeVar
@@ -23,6 +21,7 @@ from typing import Final, TypeVar
 import torch
 
 from weft_rl.contract.manifest import Run, align_up
+from weft_rl.interrupts import OwnThread
 from weft_rl.transport.digests.weights import HOST, column_weights
 from weft_rl.transport.wire.change_coding import (
     BLOCK_ELEMENTS,
@@ -318,17 +317,9 @@ def _by_threads(share: Callable[[int, int], _T], num_blocks: int) -> list[_T]:
     """Call a function with the first block and the end of each of some shares, on as many threads
     as torch computes with; C runs beside Python."""
     num = max(1, min(torch.get_num_threads(), num_blocks // _LEAST_BLOCKS))
-    edges = [*pairwise(num_blocks * nth // num for nth in range(num + 1))]
-    if num == 1:
-        return [share(*edges[0])]
-    return [*_threads(os.getpid(), num).map(lambda edge: share(*edge), edges)]
-
-
-@cache
-def _threads(process: int, num: int) -> ThreadPoolExecutor:
-    """Return threads that are kept: what torch does once a thread takes milliseconds. A process
-    that is forked has none of its parent's."""
-    return ThreadPoolExecutor(num, "weft-changes")
+    own, *others = pairwise(num_blocks * nth // num for nth in range(num + 1))
+    beside = [OwnThread(partial(share, *edges)).start() for edges in others]
+    return [share(*own), *(each.result() for each in beside)]
 
 
 def _unsigned(sums: torch.Tensor) -> list[int]:
