@@ -149,11 +149,11 @@ def test_what_is_asked_of_the_command_itself(spelling, monkeypatch, capfd):
     ("num_bytes", "seconds", "said"),
     [
         (8_700_000, 0.007, "1.24 GB/s"),
-        (12_000, 0.01, "1.2 MB/s"),
-        (50, 0.1, "0.5 kB/s"),
+        (12_000, 0.01, "1.20 MB/s"),
+        (50, 0.1, "500 B/s"),
         (5, 0.0, ""),
         (0, 1.0, ""),
-        (7 * 10**9, 0.5, "14 GB/s"),
+        (7 * 10**9, 0.5, "14.0 GB/s"),
     ],
 )
 def test_a_rate_has_digits_to_show(num_bytes, seconds, said):

@@ -322,7 +322,7 @@ def test_the_slowest_link_is_named_and_whether_bytes_are_encrypted() -> None:
     )
     text = shown(pb.GetPoolResponse(last_transfer=last), 200)
     assert "over stream, encrypted: chosen by the trainer" in text
-    assert "slowest link: a to b: 1.2 MB/s, between sites (3.10 MB wait)" in text
+    assert "slowest link: a to b: 1.20 MB/s, between sites (3.10 MB wait)" in text
     assert hop_text(hop("a", "b", 0)) == "a to b: too short to measure"
     last.hops[0].usage.encrypted = False
     assert "over stream, partly in plaintext: " in shown(

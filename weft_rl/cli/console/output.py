@@ -20,6 +20,7 @@ from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, W
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import as_dict
 from weft_rl.rpc.status import error_from_rpc
+from weft_rl.units import shown_bytes
 
 #: Deadline of a call that waits for no replica.
 CALL_SECONDS: Final = 10.0
@@ -99,11 +100,7 @@ def rate(num_bytes: int, seconds: float) -> str:
     """Format bytes a second in a fitting unit; empty if there were no bytes or no time."""
     if num_bytes <= 0 or seconds <= 0:
         return ""
-    a_second = num_bytes / seconds
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if a_second >= size:
-            return f"{a_second / size:.3g} {unit}"
-    return f"{a_second / 1e3:.3g} kB/s"
+    return f"{shown_bytes(num_bytes / seconds)}/s"
 
 
 def shown_time(time: Timestamp, *, now: datetime | None = None) -> str:
