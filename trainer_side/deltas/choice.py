@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 DeltaMode = Literal["auto", "always", "never"]
 
 #: Bytes that are compared and coded a second, before any were: on a core, and on a GPU.
-_HOST_RATE, _DEVICE_RATE = 1.0e9, 400.0e9
+_HOST_RATE, _DEVICE_RATE = 2.0e9, 400.0e9
 #: A delta has to make sending so many times as fast before a copy of the model is kept for it.
 _MIN_GAIN = 1.25
 #: Sending that takes less is left alone: most of it is messages.

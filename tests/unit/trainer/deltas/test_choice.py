@@ -64,11 +64,15 @@ def test_a_delta_that_some_cannot_take_is_sent_to_the_others_where_that_is_worth
     mode: DeltaMode, takers_share: float, share: float, how: str, why: str
 ) -> None:
     facts = replace(FACTS, refusal=REFUSAL, takers_share=takers_share)
-    choice = choose(mode, facts, DeltaHistory(send_rate=SLOW, share=share))
+    choice = choose(mode, facts, DeltaHistory(send_rate=SLOW, compare_rate=1e9, share=share))
     assert choice.how == how
     assert why in choice.why
     # Before it, there must be a copy of what the pool serves.
-    copy = choose(mode, replace(facts, copied=b"v2"), DeltaHistory(send_rate=SLOW, share=share))
+    copy = choose(
+        mode,
+        replace(facts, copied=b"v2"),
+        DeltaHistory(send_rate=SLOW, compare_rate=1e9, share=share),
+    )
     assert copy.how == ("keep" if how == "mixed" else "whole")
 
 
