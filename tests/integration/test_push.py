@@ -436,7 +436,9 @@ def test_a_normal_end_logs_nothing_of_fences(pool, engines, caplog):
         agent = pool.add_replica("late", late)
         until(lambda: agent.is_ready)
         publisher.push_adapter(model, "math", base="base@0", require="all")
-    until(lambda: sum("has ended" in record.getMessage() for record in caplog.records) >= 5)
+    # One of the clone, three of the last group; the first one's replicas may hear of the second
+    # before they hear of its end.
+    until(lambda: sum("has ended" in record.getMessage() for record in caplog.records) >= 4)
     pool.remove_replica("late")
     told = [record.getMessage() for record in caplog.records]
     assert not [text for text in told if "FENCED" in text or "dropped" in text], told

@@ -118,7 +118,8 @@ def test_it_ends_at_once_whoever_is_connected() -> None:
         idle[1].sendall(b"GET /pe")
         time.sleep(0.1)
         began = time.monotonic()
-    assert time.monotonic() - began < 1
-    assert threading.active_count() == before
+    seconds, after = time.monotonic() - began, threading.active_count()
     for connection in idle:
         connection.close()
+    assert seconds < 1
+    assert after <= before  # less, where a thread of an earlier call has had no more to do

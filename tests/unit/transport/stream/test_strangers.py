@@ -101,10 +101,9 @@ def test_a_flood_of_hellos_starts_few_threads(group: Group) -> None:
     def all_lanes_are_there() -> bool:
         nonlocal before
         last, before = before, holding(own).threads
-        time.sleep(0.2)
         return last == before
 
-    until(all_lanes_are_there, 20)  # a push needs not wait for each
+    until(all_lanes_are_there, 20, every_seconds=0.2)  # a push needs not wait for each
     flood = []
     for _ in range(300):
         flood.append(connected(place))
