@@ -123,7 +123,7 @@ class DeltaSelection:
                 self._why = "a rank has no copy of what the pool committed last"
         if choice.how == "whole" and not self._refused:
             self.close()
-        elif push.sender is not None and push.is_comparable:
+        elif push.sender is not None:
             push.copy = self.copy = self._copy_for(plan)
             if self.copy is None:
                 self._why = _NO_MEMORY
@@ -175,8 +175,6 @@ class DeltaSelection:
             return device
         if push.reads_once:
             return _gpu_in_use() or device
-        if not push.is_comparable:
-            return device
         runs = push.packing.runs
         return (runs and gpu_of(push, runs[0])) or device
 

@@ -260,8 +260,7 @@ class PushExecutor:
                 self._at_call(),
             ):
                 self._ranks.open(deadline, request.arguments)
-                if request.policy == BASE_POLICY:
-                    self._deltas.begin()
+                self._deltas.begin()
                 while True:
                     plan = None
                     try:

@@ -1,4 +1,7 @@
-"""Pushes of what has changed: real coordinator, gRPC and gloo, engine doubles that hold copies."""
+"""Pushes of what has changed: real coordinator, gRPC and gloo, engine doubles that hold copies.
+
+One file: its cases differ in what is pushed and in which replicas take it, over the same pools.
+"""
 
 from __future__ import annotations
 
@@ -415,8 +418,7 @@ def test_named_tensors_in_a_collection_are_compared(
 def arriving(model: Model, seed: int, ends_after: int = -1) -> Iterator[tuple[str, torch.Tensor]]:
     """Give named tensors in the order of a seed, each in memory that is used again for the next
     one, as frameworks do that gather."""
-    named = [*weights(model).items()]
-    random.Random(seed).shuffle(named)
+    named = in_order(model, seed)
     memory = torch.empty(max(tensor.numel() for _, tensor in named), dtype=torch.float64)
     for name, tensor in named[:ends_after] if ends_after >= 0 else named:
         given = memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -424,7 +426,7 @@ def arriving(model: Model, seed: int, ends_after: int = -1) -> Iterator[tuple[st
         memory.zero_()
 
 
-def metadata_of(model: Model, seed: int) -> list[tuple[str, torch.Tensor]]:
+def in_order(model: Model, seed: int) -> list[tuple[str, torch.Tensor]]:
     named = [*weights(model).items()]
     random.Random(seed).shuffle(named)
     return named
@@ -438,7 +440,7 @@ def test_named_tensors_of_an_iterator_are_compared_as_they_come(
     model, reports = Model(seed=1), list[PushReport]()
     for number in range(4):
         seed = 1 if is_ordered else number
-        metadata = metadata_of(model, seed) if is_ordered else None
+        metadata = in_order(model, seed) if is_ordered else None
         version, report = publisher.push_tensors(arriving(model, seed), metadata=metadata)
         reports.append(report)
         assert all(same(engine.base, weights(model)) for engine in engines)

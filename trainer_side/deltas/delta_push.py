@@ -12,6 +12,7 @@ import torch
 
 from trainer_side.deltas.committed_copy import NUM_COMPARED, CommittedCopy
 from trainer_side.packing.packer import PackedBucket, PackedLayout, check_finite, resident
+from trainer_side.params.params import copy_into
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
 from trainer_side.sources.source import torch_dtypes
@@ -232,7 +233,7 @@ class CopiedPush(RankPush):
         self.packing, self.copy, self._copied = copy.packing, copy, copy
         self.num_bytes, self.sender = push.num_bytes, push.sender
 
-    def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
+    def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor]:
         metas = [self.packing.manifest.tensors[run.tensor].meta for run in runs]
         return [
             self._copied.place(run.tensor)[: meta.num_bytes].view(dtype).view(meta.shape)
@@ -240,9 +241,7 @@ class CopiedPush(RankPush):
         ]
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
-        for view, tensor in zip(views, self.by_reference(runs), strict=True):
-            assert tensor is not None
-            view.copy_(tensor)
+        copy_into(views, self.by_reference(runs))
 
     def on_packed(self, nth: int, payload: torch.Tensor, packed: PackedBucket) -> None:
         """See ``Reader``: note what the copy holds, should it have held something else before."""

@@ -74,8 +74,6 @@ class RankPush:
     """Buckets that this rank packs; at rank 0 also if it sends none."""
     look_again: Callable[[], None] | None = None
     """See ``Content.check_unchanged``; None where nothing is read in place."""
-    is_comparable: bool = False
-    """True if this rank knows what it sends beforehand and can read it twice: for a delta."""
     reads_once: bool = False
     """True if all ranks read what is pushed together, one tensor after the other, and perhaps not
     again; see ``read_once``."""
@@ -320,7 +318,6 @@ class HeldPush(RankPush):
         self.packing = plan.packings[self.sender or 0]
         self.is_prepared_together = source.is_collective
         self.reads_once = isinstance(source, OrderedSource)
-        self.is_comparable = not self.reads_once
         self._is_shared = plan.senders != (SENDER,)
         self._whole: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()

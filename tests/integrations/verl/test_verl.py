@@ -165,8 +165,8 @@ def cluster() -> Iterator[None]:
 
 
 def test_verls_own_manager_pushes_and_its_client_generates(served: Served, cluster: None) -> None:
-    """As its trainers that make their manager themselves. A step that changes little is a delta,
-    though verl gives its tensors one by one."""
+    """Push as verl's trainers do that make their manager themselves. A step that changes little is
+    a delta, though verl gives its tensors one by one."""
     settings = {"coordinator": served.pool.coordinator, "publisher": {"delta": "always"}}
     config = configured(served.folder, served.pool.coordinator, num_ranks=2)
     OmegaConf.update(config, "actor_rollout_ref.rollout.nnodes", 1)

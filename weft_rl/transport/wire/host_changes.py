@@ -164,7 +164,7 @@ def apply(
         rows = (run.num_elements - 1) // place.row * (place.stride - place.row) * bool(place.stride)
         end = place.at + (rows + run.num_elements) * size
         assert 0 <= place.at <= end <= data.numel(), "a run lies beside its memory"
-    _ends(payload, runs, itemsizes)
+    _checked_ends(payload, runs, itemsizes)
     found = [_apply(payload, runs, itemsizes, data, places, writes) for writes in (False, True)]
     return found[0]
 
@@ -239,7 +239,7 @@ def read(
     Raises:
         DigestMismatchError: See ``apply_changes``.
     """
-    ends = _ends(payload, runs, itemsizes)
+    ends = _checked_ends(payload, runs, itemsizes)
     num = int(ends[-1])
     at = torch.empty(num, dtype=torch.int32)
     olds, news = torch.empty(2, num * max(itemsizes) + 8 * len(runs), dtype=torch.uint8)
@@ -248,11 +248,13 @@ def read(
     return HostChanges(runs, itemsizes, data, places, *lists, sums)
 
 
-def _ends(payload: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]) -> torch.Tensor:
-    """Return where the changes of each run end among those that a payload lists, int64.
+def _checked_ends(
+    payload: torch.Tensor, runs: Sequence[Run], itemsizes: Sequence[int]
+) -> torch.Tensor:
+    """Check the lengths in a payload; return where each run's changes end among all, int64.
 
     Raises:
-        DigestMismatchError: It is malformed: its lengths.
+        DigestMismatchError: It is malformed.
     """
     library = _library()
     assert library is not None, "it works"
