@@ -260,26 +260,28 @@ class PushExecutor:
                 self._at_call(),
             ):
                 self._ranks.open(deadline, request.arguments)
-                self._deltas.begin()
+                is_base = request.policy == BASE_POLICY
+                if is_base:
+                    self._deltas.begin()
                 while True:
                     plan = None
                     try:
                         plan = self._agree(request, is_replaced, deadline)
-                        if plan.adapter is None:
+                        if is_base:
                             plan = self._deltas.plan(plan)
                         origin, begun = self._begin(request, plan, deadline, span)
                         transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
                         version = POLICY_VERSION.decode(begun.version)
                         about_base = self._about_base(request, plan, origin, version, transfer)
                         seconds = time.monotonic() - began
-                        usage = NO_DELTA if plan.adapter else self._deltas.usage(plan, transfer)
+                        usage = self._deltas.usage(plan, transfer) if is_base else NO_DELTA
                         report = report_of(
                             transfer, plan, seconds, cost, usage, failures, about_base
                         )
-                        if plan.adapter is None:
+                        if is_base:
                             self._deltas.committed(plan, transfer)
                     except WeftError as error:  # tried again until the deadline, if it may pass
-                        if plan is not None and self._deltas.failed(plan, error):
+                        if is_base and plan is not None and self._deltas.failed(plan, error):
                             self._ranks.go_on()
                             continue
                         if not _may_pass(error):
