@@ -112,7 +112,12 @@ class LeaseChecks:
     def refused(self, ticket: int, error: WeftError) -> None:
         """A caller hears that its call is refused."""
         if isinstance(error, LeaseFencedError) and (asked := self._calls.get(ticket)):
-            self._fenced.add(asked)
+            state = self._world.coordinator.state
+            policy = state.policies.get(asked[0])
+            # A token that only a lost catalog has counted to may be counted to again, for a call
+            # of the same session that was on its way since before.
+            if asked[1] <= (policy.fencing_token if policy else state.token_floor):
+                self._fenced.add(asked)
 
     def acquired(self, trainer: SimTrainer, policy: str, token: int, last_token: int) -> None:
         """A trainer has heard its token. Whatever became of the catalog, one that tells
