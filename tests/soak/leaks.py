@@ -210,9 +210,10 @@ def _look(processes: dict[str, Process]) -> dict[str, Holding]:
     for _ in range(_LOOKS):
         for name, process in processes.items():
             for pid in members(process.pid):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # one may end meanwhile
                     part = "" if pid == process.pid else f", {_part(pid)}"
-                    seen.setdefault(f"{name}{part}", []).append(holding(pid))
+                    held = holding(pid)
+                    seen.setdefault(f"{name}{part}", []).append(held)
         time.sleep(_BETWEEN_SECONDS)
     return {name: least(figures) for name, figures in seen.items()}
 
