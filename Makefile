@@ -8,6 +8,8 @@ GEN := .venv-gen/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Were it set, each of a test's processes would compile our modules anew, and pytest all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -56,11 +58,12 @@ demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything a
 grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once (5 minutes); a PNG in build/grpo.
 	@$(BIN)/python -m examples.grpo
 
-# Tests mostly wait, for timers or for an engine that starts on one core: two processes share
-# them, a file each, or the files that share an engine. The longest of those with engines come first,
-# and last the simulation, which is two processes itself.
+# Tests without engines mostly wait, for timers and processes: four share two cores, a file each. The
+# fast ones come first, then the longest. Those with engines compute: two processes, which share them
+# by files, or by the files that share an engine; the longest first, and last the simulation, which is
+# two processes itself.
 test: install  ## All tests but the matrix (18 minutes on 2 cores with AVX-512, other work beside).
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/network tests/soak tests/tenants
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 tests/unit tests/contract tests/soak tests/fault tests/network tests/tenants tests/integration
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/e2e tests/sim
 
 # torch and oneDNN have paths of their own without AVX-512.
