@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -219,6 +219,26 @@ def on_own_thread(work: Callable[[], _T], late: Callable[[_T], object] | None = 
     except BaseException:
         running.leave()
         raise
+
+
+def side_by_side(works: Sequence[Callable[[], _T]]) -> list[_T]:
+    """Do works side by side, the first on this thread, and return what they return.
+
+    All have ended when it returns or raises, an interrupt too: what they write to may be used
+    again at once.
+
+    Args:
+        works: Functions that take milliseconds, and wait for nothing.
+    """
+    own, *others = works
+    beside: list[OwnThread[_T]] = []
+    try:
+        for work in others:
+            beside.append(OwnThread(work).start())
+        return [own(), *(each.result() for each in beside)]
+    finally:
+        for each in beside:
+            each.wait(_LONG_SECONDS)
 
 
 def report_while(work: Callable[[], _T], on_progress: Callable[[], None]) -> _T:

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.waits import stays, until
 from weft_rl import interrupts
-from weft_rl.interrupts import Flag, OwnThread, ThreadWaker, on_own_thread
+from weft_rl.interrupts import Flag, OwnThread, ThreadWaker, on_own_thread, side_by_side
 
 
 def test_a_doorbell_wakes_who_waits_and_is_rung_once_for_many() -> None:
@@ -140,3 +141,27 @@ def test_a_result_is_had_or_undone_wherever_its_caller_was_interrupted(step: int
         gc.enable()
     time.sleep(0.02)
     assert made == ([had] if had is not None else undone)
+
+
+def test_works_side_by_side_have_all_ended_where_one_of_them_is_interrupted() -> None:
+    ended, released = list[int](), threading.Event()
+
+    def beside() -> None:
+        assert released.wait(5)
+        ended.append(1)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    timer = threading.Timer(0.05, released.set)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([interrupted, beside, beside])
+    timer.join()
+    assert ended == [1, 1]
+
+
+def test_works_side_by_side_return_in_order_and_raise_what_any_raises() -> None:
+    assert side_by_side([partial(pow, 2, n) for n in range(4)]) == [1, 2, 4, 8]
+    with pytest.raises(ZeroDivisionError):
+        side_by_side([lambda: 1, lambda: 1 // 0])

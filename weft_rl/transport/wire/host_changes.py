@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 import torch
 
 from weft_rl.contract.manifest import Run, align_up
-from weft_rl.interrupts import OwnThread
+from weft_rl.interrupts import side_by_side
 from weft_rl.transport.digests.weights import HOST, column_weights
 from weft_rl.transport.wire.change_coding import (
     BLOCK_ELEMENTS,
@@ -319,9 +319,8 @@ def _by_threads(share: Callable[[int, int], _T], num_blocks: int) -> list[_T]:
     """Call a function with the first block and the end of each of some shares, on as many threads
     as torch computes with; C runs beside Python."""
     num = max(1, min(torch.get_num_threads(), num_blocks // _LEAST_BLOCKS))
-    own, *others = pairwise(num_blocks * nth // num for nth in range(num + 1))
-    beside = [OwnThread(partial(share, *edges)).start() for edges in others]
-    return [share(*own), *(each.result() for each in beside)]
+    edges = pairwise(num_blocks * nth // num for nth in range(num + 1))
+    return side_by_side([partial(share, *each) for each in edges])
 
 
 def _unsigned(sums: torch.Tensor) -> list[int]:
