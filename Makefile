@@ -62,7 +62,7 @@ grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once 
 # fast ones come first, then the longest. Those with engines compute: two processes, which share them
 # by files, or by the files that share an engine; the longest first, and last the simulation, which is
 # two processes itself.
-test: install  ## All tests but the matrix (18 minutes on 2 cores with AVX-512, other work beside).
+test: install  ## All tests but the matrix (16 minutes on 2 cores with AVX-512).
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 tests/unit tests/contract tests/soak tests/fault tests/network tests/tenants tests/integration
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/e2e tests/sim
 
