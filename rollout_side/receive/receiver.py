@@ -262,7 +262,7 @@ class GroupReceiver:
     ) -> PreparedTransfer:
         """Make ready to receive a transfer; blocks for its manifest and its memory."""
         timeout_seconds = prepare.timeout.ToTimedelta().total_seconds()
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds + _GRACE_SECONDS
 
         def allocating(done: int, total: int) -> None:
             membership.progress.report(
