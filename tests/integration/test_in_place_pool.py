@@ -101,8 +101,10 @@ def test_a_push_that_runs_out_of_time_leaves_them_out_of_service(pool: Pool) -> 
     with trainer(pool) as publisher:
         publisher.push_base(Model(1))
     with trainer(pool, 3.0) as publisher:  # time to come to the bucket on a busy machine
-        # The double's discard waits for this, and with it the loop that all are on.
-        at_bucket(in_place, 2, lambda: time.sleep(3.5))
+        # The double's discard waits for this, and with it the loop that all are on: until the push
+        # has ended, and before the replica says by itself that it waits no longer.
+        ended = time.monotonic() + 3.5
+        at_bucket(in_place, 2, lambda: time.sleep(max(0.0, ended - time.monotonic())))
         with pytest.raises(WeftError) as failed:
             publisher.push_base(Model(2), require="all")
     assert (failed.value.reason, failed.value.metadata["dirty"]) == ("DEADLINE", "true")

@@ -223,8 +223,12 @@ def striking(pool, strike, **settings):
 
 
 def restart_coordinator(pool):
+    """Until all replicas are back: one that came later would find nobody who holds the push."""
+    known = [agent.registration for agent in pool.agents.values()]
+    before = max(each.coordinator_generation for each in known)
     pool.stop_coordinator()
     pool.start_coordinator()
+    until(lambda: all(each.coordinator_generation > before and each.is_known for each in known))
 
 
 @pytest.mark.parametrize("require", [1, "all"])
