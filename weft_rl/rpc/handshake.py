@@ -41,6 +41,7 @@ def _why_not_plain(plain: socket.socket, host: str) -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
+        plain.getpeername()  # where that fails, ``wrap_socket`` leaves its own open
         context.wrap_socket(plain, server_hostname=host).close()
     except ssl.SSLError as error:
         if "alert" not in (error.reason or "").lower():
