@@ -60,7 +60,8 @@ grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once 
 
 # Tests mostly wait, for timers or for an engine that starts on one core: two processes share
 # them, a file each, or the files that share an engine. The longest of those with engines come first,
-# and last the simulation, which is two processes itself. (More of them meet bounds of time late.)
+# and last the simulation, which is two processes itself. Three or four processes meet bounds of time
+# too late now and then.
 test: install  ## All tests but the matrix (18 minutes on 2 cores with AVX-512, other work beside).
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/network tests/soak tests/tenants
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/e2e tests/sim

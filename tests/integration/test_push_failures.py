@@ -223,7 +223,8 @@ def striking(pool, strike, **settings):
 
 
 def restart_coordinator(pool):
-    """Until all replicas are back: one that came later would find nobody who holds the push."""
+    """Restart it, and wait until all replicas are back: one that came later would find nobody who
+    holds the push."""
     known = [agent.registration for agent in pool.agents.values()]
     before = max(each.coordinator_generation for each in known)
     pool.stop_coordinator()

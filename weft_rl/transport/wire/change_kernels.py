@@ -38,6 +38,7 @@ _SUM_BYTES: Final = 8
 #: memory that kernels fill holds ones before.
 _CHECKS: Final = "WEFT_CHECK_KERNELS" in os.environ
 
+#: Names of the kernels, and of the files of their sources.
 KERNELS: Final = ("encode", "gather", "measure", "decode", "scatter")
 
 
