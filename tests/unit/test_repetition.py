@@ -72,6 +72,23 @@ def _is_copy(call: ast.Call) -> bool:
     return max(of.values(), default=0) >= _FIELDS_OF_A_COPY
 
 
+def test_each_private_constant_is_used() -> None:
+    unused = list[str]()
+    for path, text in _sources():
+        module = ast.parse(text)
+        read = {n.id for n in ast.walk(module) if isinstance(n, ast.Name) and _is_read(n)}
+        for node in module.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets += [node.target] if isinstance(node, ast.AnnAssign) else []
+            names = {target.id for target in targets if isinstance(target, ast.Name)}
+            unused += [f"{path}: {n}" for n in names - read if re.match("_[^_]", n)]
+    assert not unused
+
+
+def _is_read(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
+
+
 def test_tests_wait_for_what_happens() -> None:
     found = [
         f"{path.relative_to(_ROOT)}:{number}"

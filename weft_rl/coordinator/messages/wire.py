@@ -71,7 +71,7 @@ _bound: Final = listing(BoundCheckpoint, inspect_pb2.BoundCheckpoint)
 _difference: Final = listing(VersionDifference, inspect_pb2.VersionDifference)
 _problem: Final = listing(Problem, inspect_pb2.Problem)
 _lease: Final = listing(Lease, publish_pb2.Lease)
-_failure: Final = listing(Failure, types_pb2.Failure)
+listing(Failure, types_pb2.Failure)  # for what has one as a field
 _refusal: Final = listing(Failure, publish_pb2.TransferRefusal)
 _group: Final = listing(Group, publish_pb2.GroupPlan)
 _begun: Final = listing(effects.BeginAnswer, publish_pb2.BeginTransferResponse, told=["group"])
