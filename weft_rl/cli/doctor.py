@@ -35,6 +35,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import plural
 from weft_rl.host_memory import available_memory
+from weft_rl.ipc.connection import over_tls
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import (
     address_of_interface,
@@ -226,7 +227,7 @@ def _certificate_of(target: str) -> tuple[bytes, str]:
     try:
         with (
             socket.create_connection((host, port), timeout=_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=host) as secured,
+            over_tls(context, plain, server_hostname=host) as secured,
         ):
             return secured.getpeercert(binary_form=True) or b"", secured.version() or ""
     except OSError:

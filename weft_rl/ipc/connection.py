@@ -14,6 +14,7 @@ import contextlib
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -458,6 +459,24 @@ def connect_unix(address: str, kind: socket.SocketKind, timeout_seconds: float) 
     except BaseException:
         connecting.close()
         raise
+
+
+def over_tls(
+    context: ssl.SSLContext,
+    connected: socket.socket,
+    *,
+    server_side: bool = False,
+    server_hostname: str | None = None,
+) -> ssl.SSLSocket:
+    """Make a handshake over a socket, and return one that encrypts in its place; blocks as long as
+    the socket may.
+
+    Raises:
+        OSError: There is no connection any more, or the handshake failed.
+    """
+    # Where the peer has reset it, ``wrap_socket`` would leave the descriptor open, and to nobody.
+    connected.getpeername()
+    return context.wrap_socket(connected, server_side=server_side, server_hostname=server_hostname)
 
 
 _SOCKETS: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()

@@ -9,6 +9,7 @@ import socket
 import ssl
 from typing import Final
 
+from weft_rl.ipc.connection import over_tls
 from weft_rl.rpc.channel import split_target
 from weft_rl.rpc.security.credentials import Credentials
 
@@ -41,8 +42,7 @@ def _why_not_plain(plain: socket.socket, host: str) -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
-        plain.getpeername()  # where that fails, ``wrap_socket`` leaves its own open
-        context.wrap_socket(plain, server_hostname=host).close()
+        over_tls(context, plain, server_hostname=host).close()
     except ssl.SSLError as error:
         if "alert" not in (error.reason or "").lower():
             return ""
@@ -60,7 +60,7 @@ def _why_not_tls(plain: socket.socket, host: str, credentials: Credentials, seco
     except (OSError, ssl.SSLError) as error:
         return f"its certificates cannot be checked: {error}"
     try:
-        with context.wrap_socket(plain, server_hostname=host) as secured:
+        with over_tls(context, plain, server_hostname=host) as secured:
             # A server that speaks TLS 1.3 refuses a certificate after the handshake.
             secured.settimeout(min(0.5, seconds))
             if secured.recv(1):

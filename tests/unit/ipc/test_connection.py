@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from weft_rl.ipc.connection import (
     PeerGoneError,
     PeerTimeoutError,
     finish,
+    over_tls,
 )
 
 _LARGE = bytes(range(256)) * 20_000  # more than a connection holds
@@ -319,3 +322,16 @@ def test_a_forked_child_has_nothing_of_it() -> None:
     """Else a peer would not notice this process's end while a child of it lives on."""
     command = [sys.executable, "-c", _FORK]
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"b''\n"
+
+
+def test_a_socket_that_was_reset_before_its_handshake_stays_its_owners() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        connected = socket.create_connection(listening.getsockname())
+        accepted, _ = listening.accept()
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    accepted.close()  # a reset, not an end
+    with connected:
+        select.select([connected], [], [], 5)
+        with pytest.raises(OSError, match="not connected"):
+            over_tls(ssl.create_default_context(), connected, server_hostname="peer")
+        assert connected.fileno() >= 0

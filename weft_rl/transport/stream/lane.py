@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from weft_rl.ipc.bytes_codec import bytes_codec
-from weft_rl.ipc.connection import STREAM_HEAD_BYTES, close_in_children
+from weft_rl.ipc.connection import STREAM_HEAD_BYTES, close_in_children, over_tls
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.stream.messages import (
     KEY_BYTES,
@@ -115,7 +115,7 @@ class Lane:
         """
         self._hurry()
         try:
-            self._socket = context.wrap_socket(self._socket, server_side=as_server)
+            self._socket = over_tls(context, self._socket, server_side=as_server)
             close_in_children(self._socket)
             return self._socket.getpeercert(binary_form=True) or b""
         except (OSError, ValueError) as error:  # of ``ssl``, too
