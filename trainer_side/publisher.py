@@ -1,7 +1,7 @@
 """Publisher, the class that trainers import to push weights to the pool.
 
 The composer of the trainer side: it introduces a source to the packer, the sender and the control
-plane.
+plane. One file: half of it is one class's documentation of what users call.
 """
 
 from __future__ import annotations

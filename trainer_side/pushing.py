@@ -1,4 +1,7 @@
-"""Course of one push, in step on every rank: describe, plan, begin, send, outcome."""
+"""Course of one push, in step on every rank: describe, plan, begin, send, outcome.
+
+One file: what fails at any of these steps is begun again from the first, on every rank.
+"""
 
 from __future__ import annotations
 

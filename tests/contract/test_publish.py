@@ -1,4 +1,7 @@
-"""PublishService: every status and reason that its protos list, through the real stubs."""
+"""PublishService: every status and reason that its protos list, through the real stubs.
+
+One file: its cases are the rows of one service, over the same pool.
+"""
 
 from __future__ import annotations
 

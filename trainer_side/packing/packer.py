@@ -1,4 +1,7 @@
-"""Packer of a rank's wire buckets into reused buffers, and the interface of what it reads."""
+"""Packer of a rank's wire buckets into reused buffers, and the interface of what it reads.
+
+One file: a bucket's memory is lent, filled, checked and free again by one order of steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters of all kinds of trainers, by name: how they are read, and what changed since."""
+"""Parameters of all kinds of trainers, by name: how they are read, and what changed since.
+
+One file: what is read and what is watched is found by one walk over the model.
+"""
 
 from __future__ import annotations
 

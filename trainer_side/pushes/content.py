@@ -1,4 +1,7 @@
-"""Content of one push, as the user handed it over: classified here, sent elsewhere."""
+"""Content of one push, as the user handed it over: classified here, sent elsewhere.
+
+One file: each kind is a model that is read in place, or what was kept of it, by the same rules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sources of ``push_tensors``, in order of arrival or in an order known beforehand."""
+"""Sources of ``push_tensors``, in order of arrival or in an order known beforehand.
+
+One file: whatever the order, each tensor is checked by the same rules as it comes.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ are known with the plan, or announced with each bucket (``Listing``).
 A *mixed* plan has two parts, one after the other: a delta's wire buckets, then those of all
 elements. A receiver is told which part is its own, and lets the buckets of the other part pass.
 
+One file: a plan is checked against the manifest whose tensors it cuts into runs.
+
 Source: docs/protocol.md, A bucket that lists runs.
 """
 

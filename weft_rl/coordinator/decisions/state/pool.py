@@ -2,6 +2,7 @@
 
 Times are seconds of one monotonic clock, handed to ``step`` as ``now``; adding
 ``PoolState.wall_offset_seconds`` gives seconds since 1970 for what is recorded.
+One file: values that ``PoolState`` is made of, and what is asked of several of them.
 """
 
 from __future__ import annotations
