@@ -302,7 +302,7 @@ class DeltaSelection:
                 device, finite = self._device, plan.finite
                 changes = read_into(push, copy, device, finite=finite, compares=compares)
             else:
-                push.read_once(_nothing_to_take, self._device)
+                push.read_once(None, self._device)
         self.has_read = True
         made: RankPush = IdlePush(push)
 
@@ -363,10 +363,6 @@ def _gpu_in_use() -> torch.device | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _nothing_to_take(index: int, tensor: torch.Tensor) -> int:
-    raise AssertionError("rank 0 takes what is read")
 
 
 def _encode(choice: Choice) -> bytes:

@@ -277,8 +277,6 @@ def _read(
 
 #: Deltas that are kept, to switch between their versions; heartbeats name each.
 MOST_UNDO = 100
-#: More than any GPU has: a place is not looked at as one of the memory that begins there.
-_ALL_MEMORY = 2**60
 
 
 def _read_by_kernels(
@@ -294,7 +292,7 @@ def _read_by_kernels(
     placed, sums = list[PlacedChanges](), list[int]()
     for places in memory.places:
         changes = change_kernels.decode(
-            payload, tuple(runs), tuple(sizes), memory.first, places, _ALL_MEMORY
+            payload, tuple(runs), tuple(sizes), memory.first, places, change_kernels.ALL_MEMORY
         )
         try:
             changes.check()

@@ -12,12 +12,17 @@ from functools import partial
 import torch
 
 from trainer_side.packing.packer import PackedBucket, PackedLayout, Packer
-from weft_rl.contract.manifest import align_up
+from weft_rl.contract.manifest import Run, align_up
 from weft_rl.host_memory import why_no_room
 from weft_rl.interrupts import OwnThread
 from weft_rl.transport.group import CPU, on_device
+from weft_rl.transport.wire.change_kernels import ALL_MEMORY
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
+    RunPlace,
+    grouped,
+    has_kernels,
+    join_changes,
     packed_places,
     start_applying,
     warm,
@@ -27,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 #: Buckets that are compared at a time: while a GPU does, the next one is begun.
 NUM_COMPARED = 2
+#: Bytes of changes that kernels apply at a time, which is waited for and takes some times as much
+#: memory. Without kernels it is a bucket.
+_APPLIED_BYTES = 2**25
 #: Memory left to the training on an accelerator; else the copy lies in the host's.
 _MARGIN_BYTES = 4 * 2**30
 
@@ -177,16 +185,15 @@ class CommittedCopy:
         totals: Sequence[int],
         is_coded: torch.cuda.Event | None,
     ) -> None:
-        begun = deque[Callable[[], object]]()
-        assert self.packing.runs is not None
+        begun, nth = deque[Callable[[], object]](), 0
+        most_bytes = _APPLIED_BYTES if any(has_kernels(p.device) for p in self._payloads) else 0
         with on_device(self._device):
             if is_coded is not None:
                 torch.cuda.current_stream(self._device).wait_event(is_coded)
             try:
-                for runs, own, data in zip(self.packing.runs, coded, self._payloads, strict=True):
-                    sizes = self.packing.itemsizes(runs)
-                    places, payload = packed_places(runs, sizes), own.payload.to(data.device)
-                    begun.append(start_applying(payload, runs, sizes, data, places))
+                for group in grouped(coded, most_bytes):
+                    begun.append(self._start_applying(range(nth, nth + len(group)), group))
+                    nth += len(group)
                     if len(begun) == NUM_COMPARED:
                         begun.popleft()()
                 for end in begun:
@@ -195,6 +202,22 @@ class CommittedCopy:
                 if is_coded is not None:
                     torch.cuda.current_stream(self._device).synchronize()
         self._totals, self._digest = list(totals), content_digest
+
+    def _start_applying(
+        self, nths: Sequence[int], coded: Sequence[EncodedChanges]
+    ) -> Callable[[], object]:
+        """Begin to apply the changes of some buckets; see ``start_applying``."""
+        assert self.packing.runs is not None
+        runs, places = list[Run](), list[RunPlace]()
+        first = min((self._payloads[nth] for nth in nths), key=lambda data: data.data_ptr())
+        for nth in nths:
+            own, begin = self.packing.runs[nth], self._payloads[nth].data_ptr() - first.data_ptr()
+            for place in packed_places(own, self.packing.itemsizes(own)):
+                places.append(place._replace(at=begin + place.at))
+            runs += own
+        payload, sizes = join_changes(coded).to(first.device), self.packing.itemsizes(runs)
+        num_bytes = ALL_MEMORY if len(nths) > 1 else None
+        return start_applying(payload, runs, sizes, first, places, num_bytes)
 
     def _note_written(self) -> None:
         if self._device.type == "cuda":

@@ -11,18 +11,18 @@ from functools import cached_property
 import torch
 
 from trainer_side.deltas.committed_copy import NUM_COMPARED, CommittedCopy
+from trainer_side.deltas.copy_reader import copy_reader
 from trainer_side.packing.packer import PackedBucket, PackedLayout, check_finite, resident
 from trainer_side.params.params import copy_into
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
 from trainer_side.sources.source import torch_dtypes
 from weft_rl.contract.errors import DigestMismatchError
-from weft_rl.contract.manifest import Run, SendPlan, TensorSlot, WireBucket, make_send_plan
-from weft_rl.transport.digests.wsum64 import digests_of
+from weft_rl.contract.manifest import Run, SendPlan, WireBucket, make_send_plan
 from weft_rl.transport.wire.changes import (
     EncodedChanges,
     are_comparable,
-    encode_over,
+    grouped,
     join_changes,
     joined_bytes,
     start_encoding,
@@ -43,14 +43,7 @@ class RankChanges:
     @cached_property
     def joined(self) -> Sequence[Sequence[EncodedChanges]]:
         """Changes that travel in one wire bucket: a bucket takes longer than a few bytes."""
-        found, num_bytes = list[list[EncodedChanges]](), 0
-        for each in self.coded:
-            num_bytes += each.used_bytes
-            if not found or num_bytes > self.most_bytes:
-                found.append([])
-                num_bytes = each.used_bytes
-            found[-1].append(each)
-        return found
+        return grouped(self.coded, self.most_bytes)
 
     @property
     def sizes(self) -> list[int]:
@@ -124,8 +117,8 @@ def compare(
 def read_into(
     push: RankPush, copy: CommittedCopy, device: torch.device, *, finite: bool, compares: bool
 ) -> RankChanges:
-    """Read what rank 0 sends into its copy, tensor by tensor, and compare it with what was there;
-    collective, blocks for the reading.
+    """Read what rank 0 sends into its copy, and compare it with what was there; collective, blocks
+    for the reading.
 
     Args:
         push: Push that is read once.
@@ -138,45 +131,15 @@ def read_into(
         NotFiniteError: Names the tensor.
         BaseException: The error that ended the reading.
     """
-    began, tensors = time.monotonic(), copy.packing.manifest.tensors
-    parts = dict[int, EncodedChanges]()
+    began, reader = time.monotonic(), copy_reader(copy, device, finite=finite, compares=compares)
     copy.open()
-
-    def take(index: int, tensor: torch.Tensor) -> int:
-        meta, place = tensors[index].meta, copy.place(index)
-        (dtype,) = torch_dtypes([meta])
-        new = tensor.reshape(-1).to(device, dtype).contiguous()
-        if finite:
-            check_finite(new.view(torch.uint8), [TensorSlot(meta, 0, 0)])
-        if compares:
-            run, size = Run(index, 0, meta.num_elements), meta.dtype.itemsize_bytes
-            parts[index] = encode_over(place.to(device), new, run, size, place)
-            digest = (copy.totals[index] + parts[index].sums[0]) % 2**64
-        else:
-            (digest,) = digests_of([new])
-            place[: new.nbytes].copy_(new.view(torch.uint8))
-        copy.wrote(index, digest)
-        return digest
-
-    push.read_once(take, device)
+    push.read_once(reader, device)
+    coded = reader.changes()
     copy.close()
     if not compares:
         return NO_CHANGES
-    by_bucket = copy.packing.manifest.tensors_by_bucket
-    coded = [_of_all([parts[index] for index in of_bucket]) for of_bucket in by_bucket]
     most = max(wire.payload_bytes for wire in copy.packing.plan.buckets)
     return RankChanges(coded, most, time.monotonic() - began)
-
-
-def _of_all(parts: Sequence[EncodedChanges]) -> EncodedChanges:
-    """Return the changes of several wire buckets as those of one."""
-    return EncodedChanges(
-        join_changes(parts),
-        sum(part.num_changes for part in parts),
-        [total for part in parts for total in part.sums],
-        sum(part.head_bytes for part in parts),
-        sum(part.used_bytes for part in parts),
-    )
 
 
 def _lying(push: RankPush, old: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor] | None:

@@ -25,7 +25,7 @@ from trainer_side.sources.named_source import (
     NamedSteps,
     OrderedSource,
     RunSource,
-    TakeTensor,
+    TensorReader,
 )
 from trainer_side.sources.source import HeldTensors, Source, held_tensors, reading, torch_dtypes
 from weft_rl.containers import LruMapping
@@ -95,11 +95,11 @@ class RankPush:
         """Packing that a copy of what this rank sends has."""
         return self.packing
 
-    def read_once(self, take: TakeTensor, device: torch.device) -> None:
-        """Read each tensor of the push, once, in any order, before it is sent; collective.
+    def read_once(self, reader: TensorReader | None, device: torch.device) -> None:
+        """Have each tensor of the push read, once, in any order, before it is sent; collective.
 
         Args:
-            take: Called with each at rank 0.
+            reader: Reader at rank 0; None at other ranks.
             device: Device on which they are wanted.
 
         Raises:
@@ -191,15 +191,15 @@ class GatheredPush(RankPush):
         finally:
             self._source.end_reading()
 
-    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+    def read_once(self, reader: TensorReader | None, device: torch.device) -> None:
         try:
             for index, meta in enumerate(self._source.metas):
-                if self._ranks.rank == SENDER:
+                if reader is None:
+                    self._read(index, 1, None)
+                else:
                     out = _memory_for(meta, device)
                     self._read(index, 1, [out])
-                    take(index, out)
-                else:
-                    self._read(index, 1, None)
+                    reader.take(index, out)
             self.end_packing()
         finally:
             self._source.end_reading()
@@ -250,8 +250,9 @@ class NamedPush(RankPush):
     def copied_as(self) -> PackedLayout:
         return self._ordered
 
-    def read_once(self, take: TakeTensor, device: torch.device) -> None:
-        self._source.read_once(take)
+    def read_once(self, reader: TensorReader | None, device: torch.device) -> None:
+        assert reader is not None, "it is rank 0's"
+        self._source.read_once(reader)
         self.end_packing()
 
     def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
@@ -271,7 +272,7 @@ class FollowedPush(RankPush):
     def __init__(self, steps: NamedSteps) -> None:
         self._steps = steps
 
-    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+    def read_once(self, reader: TensorReader | None, device: torch.device) -> None:
         self._steps.follow()
 
     def assist(self, *, is_under_way: bool) -> None:
@@ -324,11 +325,12 @@ class HeldPush(RankPush):
         self._begun = Flag()
         self._sum: RankSum | None = None
 
-    def read_once(self, take: TakeTensor, device: torch.device) -> None:
+    def read_once(self, reader: TensorReader | None, device: torch.device) -> None:
+        assert reader is not None, "there is one rank"
         for index, meta in enumerate(self._source.metas):
             out = _memory_for(meta, device)
             self._source.read(index, 1, [out])
-            take(index, out)
+            reader.take(index, out)
         self.end_packing()
 
     def prepare(self) -> None:

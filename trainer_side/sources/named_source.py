@@ -6,7 +6,7 @@ One file: whatever the order, each tensor is checked by the same rules as it com
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,9 +40,6 @@ NamedTensors = (
 )
 #: What ``metadata=`` takes: names with anything that has a shape and a dtype.
 Metadata = Mapping[str, Any] | Iterable[tuple[str, Any]]
-#: Takes a tensor of a layout, by its index, in any dtype and shape; returns its digest as it
-#: travels.
-TakeTensor = Callable[[int, torch.Tensor], int]
 # What a rank tells the others: it was given a tensor, its iterator has ended.
 _HAS, _ENDED = 1, 2
 # Tensors of one shape that a tied duplicate is compared with, and duplicates of one push, at
@@ -227,6 +224,21 @@ def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> Non
         )
 
 
+class TensorReader(Protocol):
+    """Reader of the tensors of a layout, each once."""
+
+    def take(self, index: int, tensor: torch.Tensor) -> None:
+        """Read a tensor, in any dtype and shape. It may be overwritten afterwards: on a GPU by what
+        comes later on the calling thread's current stream.
+
+        Raises:
+            NotFiniteError: Names the tensor.
+        """
+
+    def digests(self) -> Sequence[int]:
+        """Return the digest of each tensor as it travels, once all were taken; blocks."""
+
+
 class TiedTensors:
     """Tensors that the served model has only under another name; dropped if they are equal.
 
@@ -393,20 +405,21 @@ class RunSource:
             self._tied.finish()
         return runs, digests
 
-    def read_once(self, take: TakeTensor) -> None:
-        """Take all tensors, as they come, in their own dtypes; collective. In place of ``fill``.
-
-        Args:
-            take: Called with each, 1-D; it may be overwritten afterwards.
+    def read_once(self, reader: TensorReader) -> None:
+        """Have all tensors read, as they come, in their own dtypes; collective. In place of
+        ``fill``.
 
         Raises:
             BaseException: See ``fill``.
         """
         while (found := self._next()) is not None:
-            index, slot, tensor = found
-            self._tied.sent(slot.meta.name, take(index, tensor), is_last=True)
+            index, _, tensor = found
+            reader.take(index, tensor)
         if len(self._seen) < len(self._slots):
             raise self._missing()
+        digests = reader.digests()
+        for name, (index, _) in self._slots.items():
+            self._tied.sent(name, digests[index], is_last=True)
         self._tied.finish()
 
     @staticmethod

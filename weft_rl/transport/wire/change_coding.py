@@ -66,7 +66,9 @@ def joined_bytes(parts: Iterable[EncodedChanges]) -> int:
 
 def join_changes(parts: Sequence[EncodedChanges]) -> torch.Tensor:
     """Return the payload of the runs of several wire buckets: those of the first, of the second and
-    so on; uint8, 1-D."""
+    so on; uint8, 1-D. That of one is not copied."""
+    if len(parts) == 1:
+        return parts[0].payload
     sums, headers, bodies = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for part in parts:
         sums_end = 8 * len(part.sums)
@@ -76,6 +78,31 @@ def join_changes(parts: Sequence[EncodedChanges]) -> torch.Tensor:
     used = sum(part.used_bytes for part in parts)
     zeros = parts[0].payload.new_zeros(align_up(used) - used)
     return torch.cat([*sums, *headers, *bodies, zeros])
+
+
+def join_encoded(parts: Sequence[EncodedChanges]) -> EncodedChanges:
+    """Return the changes of several wire buckets as those of one; see ``join_changes``."""
+    if len(parts) == 1:
+        return parts[0]
+    return EncodedChanges(
+        join_changes(parts),
+        sum(part.num_changes for part in parts),
+        [total for part in parts for total in part.sums],
+        sum(part.head_bytes for part in parts),
+        sum(part.used_bytes for part in parts),
+    )
+
+
+def grouped(parts: Sequence[EncodedChanges], most_bytes: int) -> list[tuple[EncodedChanges, ...]]:
+    """Divide the changes of consecutive wire buckets into groups of at most ``most_bytes``; what
+    has more by itself is a group."""
+    groups, begin, num_bytes = list[tuple[EncodedChanges, ...]](), 0, 0
+    for index, part in enumerate(parts):
+        num_bytes += part.used_bytes
+        if index > begin and num_bytes > most_bytes:
+            groups.append(tuple(parts[begin:index]))
+            begin, num_bytes = index, part.used_bytes
+    return [*groups, tuple(parts[begin:])] if begin < len(parts) else groups
 
 
 class DecodedRun(NamedTuple):

@@ -38,6 +38,9 @@ _SUM_BYTES: Final = 8
 #: memory that kernels fill holds ones before.
 _CHECKS: Final = "WEFT_CHECK_KERNELS" in os.environ
 
+#: Bytes of a memory that no place can lie outside of: more than any GPU has.
+ALL_MEMORY: Final = 2**60
+
 #: Names of the kernels, and of the files of their sources.
 KERNELS: Final = ("encode", "gather", "measure", "decode", "scatter")
 
@@ -319,7 +322,7 @@ def decode(
             ``ALIGN_BYTES``.
         places: Place of each run in it.
         num_bytes: Bytes of the memory from ``data`` on, where it is longer than that: a GPU's has
-            one address space.
+            one address space. ``ALL_MEMORY`` for places in several allocations.
 
     Raises:
         DigestMismatchError: The payload is not one of these runs. That it was made from other

@@ -18,7 +18,9 @@ from weft_rl.transport.wire.change_coding import (
     EncodedChanges,
     RunPlace,
     decode_changes,
+    grouped,
     join_changes,
+    join_encoded,
     joined_bytes,
     packed_places,
     run_elements,
@@ -34,9 +36,11 @@ __all__ = [
     "decode_changes",
     "encode_changes",
     "encode_over",
+    "grouped",
     "has_host_coder",
     "has_kernels",
     "join_changes",
+    "join_encoded",
     "joined_bytes",
     "packed_places",
     "run_elements",
@@ -90,26 +94,15 @@ def encode_changes(
     return start_encoding(old, new, runs, itemsizes)()
 
 
-def encode_over(
-    old: torch.Tensor, new: torch.Tensor, run: Run, itemsize: int, place: torch.Tensor
-) -> EncodedChanges:
-    """Compare two versions of one run, code what differs, and write the new one to a place; blocks.
+def encode_over(old: torch.Tensor, new: torch.Tensor, run: Run, itemsize: int) -> EncodedChanges:
+    """Compare two versions of one run, code what differs, and write the new one over the old one:
+    one reading, on a host that ``has_host_coder``; blocks.
 
     Args:
-        old: Payload of the run, uint8, on any device.
-        new: Its elements, 1-D, contiguous, on the same device; not written to.
-        place: Where the new elements are wanted, uint8, of the size of ``old``: that, or memory on
-            another device.
+        old: Payload of the run, uint8. Written.
+        new: Its elements, 1-D, contiguous; not written to.
     """
-    runs, sizes, bits = [run], [itemsize], new.view(torch.uint8)
-    if place is old and has_host_coder(old.device):  # in one reading
-        return host_changes.encode(old, [new], runs, sizes, overwrites=True)
-    packed: torch.Tensor | Sequence[torch.Tensor] = [new]
-    if not are_comparable(old, [new], runs, sizes):
-        packed = torch.cat([bits, bits.new_zeros(old.numel() - bits.numel())])
-    coded = encode_changes(old, packed, runs, sizes)
-    place[: bits.numel()].copy_(bits)
-    return coded
+    return host_changes.encode(old, [new], [run], [itemsize], overwrites=True)
 
 
 def start_encoding(
@@ -207,14 +200,22 @@ def start_applying(
     itemsizes: Sequence[int],
     data: torch.Tensor,
     places: Sequence[RunPlace],
+    num_bytes: int | None = None,
 ) -> Callable[[], list[int]]:
     """Begin to do what ``apply_changes`` does; return a function that does the rest. Nothing is
-    written before. A GPU reads meanwhile, on the calling thread's current stream."""
+    written before. A GPU reads meanwhile, on the calling thread's current stream.
+
+    Args:
+        num_bytes: See ``change_kernels.decode``; None without kernels.
+        others: See ``apply_changes``.
+    """
     if not has_kernels(data.device):
         apply = change_coding.apply_changes
         apply = host_changes.apply if has_host_coder(data.device) else apply
         return partial(apply, payload, runs, itemsizes, data, places)
-    decoded = change_kernels.decode(payload, tuple(runs), tuple(itemsizes), data, tuple(places))
+    decoded = change_kernels.decode(
+        payload, tuple(runs), tuple(itemsizes), data, tuple(places), num_bytes
+    )
 
     def end() -> list[int]:
         decoded.check()

@@ -1,0 +1,90 @@
+"""Readers of a copy find the same changes, whatever comes at once and in which order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.unit.trainer.deltas.test_delta_push import BASE, changed, copied, made, push_of, send
+from trainer_side.deltas import copy_reader as readers
+from trainer_side.deltas.copy_reader import CopyReader, copy_reader
+from weft_rl.contract.errors import NotFiniteError
+from weft_rl.contract.tensors import DataType
+from weft_rl.transport.group import CPU
+from weft_rl.transport.wire.changes import encode_changes
+
+
+def read(reader: CopyReader, tensors: list[torch.Tensor], order: list[int]) -> None:
+    """Take tensors in an order, each in memory that is used again at once."""
+    for index in order:
+        memory = tensors[index].clone()
+        reader.take(index, memory)
+        memory.zero_()
+
+
+@pytest.fixture(params=["by the host", "in groups"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "in groups":
+        monkeypatch.setattr(readers, "has_host_coder", lambda device: False)
+    kind: str = request.param
+    return kind
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("served", [None, DataType.BFLOAT16])
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_changes_are_those_of_whole_buckets(seed: int | None, served: DataType | None) -> None:
+    old, new = made(1), changed(made(1))
+    copy, wanted = copied(old, served), copied(new, served)
+    order = list(range(len(old)))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    push = push_of(new, served)
+    runs = push.packing.runs
+    assert runs is not None
+    expected = [
+        encode_changes(copy.payload(nth), wanted.payload(nth), own, push.packing.itemsizes(own))
+        for nth, own in enumerate(runs)
+    ]
+    reader = copy_reader(copy, CPU, finite=True, compares=True)
+    copy.open()
+    read(reader, [*new.values()], order)
+    assert reader.digests() == send(push)[1]
+    found = reader.changes()
+    copy.close()
+    copy.committed(BASE)
+    assert copy.is_valid
+    assert [each[1:] for each in found] == [each[1:] for each in expected]
+    for nth, (own, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(own.payload, other.payload)
+        assert torch.equal(copy.payload(nth), wanted.payload(nth))
+
+
+@pytest.mark.usefixtures("kind")
+def test_what_is_not_finite_is_named() -> None:
+    new = changed(made(1))
+    new["a.1.weight"][7] = float("nan")
+    copy = copied(made(1))
+    reader = copy_reader(copy, CPU, finite=True, compares=True)
+    copy.open()
+
+    def read_all() -> None:
+        read(reader, [*new.values()], list(range(len(new))))
+        reader.changes()  # in groups it is seen once one is compared
+
+    with pytest.raises(NotFiniteError, match=r"a\.1\.weight"):
+        read_all()
+    assert not copy.is_valid
+
+
+def test_a_copy_that_held_nothing_is_filled() -> None:
+    copy, wanted = copied(made(2)), copied(made(1))
+    reader = copy_reader(copy, CPU, finite=False, compares=False)
+    copy.open()
+    read(reader, [*made(1).values()], [3, 1, 0, 2])
+    assert reader.changes() == []
+    assert reader.digests() == wanted.totals
+    for nth in range(len(copy.packing.plan.buckets)):
+        assert torch.equal(copy.payload(nth), wanted.payload(nth))
