@@ -145,6 +145,7 @@ class DeltaSelection:
         history, seconds = self._of(plan), transfer.staging.ToTimedelta().total_seconds()
         if isinstance(push, DeltaPush):
             history.share = transfer.sent_bytes / max(1, push.num_bytes)
+            history.stage_seconds = 0.0 if push.behind is not None else seconds
             if self._mode == "always" or history.pays(push.num_bytes, self._is_on_gpu):
                 history.was_useful()
             else:

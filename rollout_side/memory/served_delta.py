@@ -17,7 +17,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rollout_side.memory.versions import ElementPlace, PartialTransfer, RunMemory, ServedBase
+from rollout_side.memory.versions import (
+    ElementPlace,
+    PartialTransfer,
+    RunMemory,
+    ServedBase,
+    StagedVersion,
+)
 from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, NotReadyError
 from weft_rl.contract.manifest import Manifest, Run
 from weft_rl.contract.names import PolicyVersion
@@ -373,16 +379,58 @@ class ServedSlot:
         self._applied: list[StagedDelta] = []
         self._taken_back: list[StagedDelta] = []
         self._before: tuple[str, bytes] = "", b""
+        self._num_changes, self._num_readers = 1, 0
+        self._is_whole, self._is_asleep = True, False
         #: None while there is none.
         self.base: ServedBase | None = None
 
-    def set(self, base: ServedBase | None) -> ServedBase | None:
-        """Set the base that can be read from now on; None before the weights are loaded anew.
-        Returns the former one. Deltas before it cannot be taken back any more."""
+    def set(self, base: ServedBase | None, *, is_loaded: bool = False) -> ServedBase | None:
+        """Set the base that can be read from now on. Returns the former one. Deltas before it
+        cannot be taken back any more.
+
+        Args:
+            base: None where the weights hold not all its bytes unchanged, and before they are
+                loaded anew.
+            is_loaded: True for None if they are whole.
+        """
         with self._lock:
             self._forget()
+            self._num_changes += 1
+            self._is_whole = is_loaded or base is not None
             former, self.base = self.base, base
             return former
+
+    # -- weights of any form --------------------------------------------------------
+
+    @property
+    def era(self) -> int:
+        """Number that is another one once the weights have changed; 0 while they are not whole, or
+        asleep."""
+        return self._num_changes if self._is_whole and not self._is_asleep else 0
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Keep the engine from falling asleep inside the ``with``, where ``era`` is not 0: that is
+        yielded. It may load other weights meanwhile."""
+        with self._lock:
+            era = self.era
+            self._num_readers += bool(era)
+        try:
+            yield era
+        finally:
+            with self._lock:
+                self._num_readers -= bool(era)
+
+    @property
+    def is_being_read(self) -> bool:
+        """True inside of ``reading``."""
+        return self._num_readers > 0
+
+    def take_prepared(self, staged: StagedVersion) -> Callable[[], None] | None:
+        """Return what was prepared to switch to a version, if the weights are still those that it
+        was prepared for; once."""
+        switch = staged.prepared.pop() if staged.prepared else None
+        return switch.write if switch is not None and switch.era == self.era else None
 
     def _forget(self) -> None:
         self._applied.clear()
@@ -438,6 +486,7 @@ class ServedSlot:
             made = delta.apply(served)
         with self._lock:
             self.base = made
+            self._num_changes += 1
             self._applied.append(delta.undo)
 
     def switch_to(self, transfer_id: str, content_digest: bytes) -> bool:
@@ -492,6 +541,7 @@ class ServedSlot:
         with self._lock:
             self._applied.pop()
             self._taken_back.append(delta.redo)
+            self._num_changes += 1
             self.base = base
 
     def _apply_again(self) -> None:
@@ -533,6 +583,7 @@ class ServedSlot:
         back."""
         with self._lock:
             self._forget()
+            self._is_asleep = True
             if self.base is not None:
                 self._asleep, self.base = self.base, None
 
@@ -541,5 +592,7 @@ class ServedSlot:
         was loaded since stays."""
         with self._lock:
             former, self._asleep = self._asleep, None
+            self._is_asleep = False
+            self._is_whole &= not discarded
             if self.base is None and not discarded:
                 self.base = former

@@ -178,6 +178,10 @@ _MAX_DISCARDED = 256
 _CLONE_END_SECONDS = 5.0
 
 
+def _prepare_nothing(_staged: StagedVersion, _on_progress: Callable[[], None]) -> None:
+    pass
+
+
 @dataclass
 class WorkerStore:
     """Staged versions and adapters of one worker process; thread-safe.
@@ -215,6 +219,9 @@ class WorkerStore:
         self._reservations = Reservations(self._lock)
         #: The engine's own weights, as they can be sent from here.
         self.served = ServedSlot(self._lock)
+        #: Prepares a switch to a version that is to be staged, if it can; calls a function now and
+        #: then.
+        self.prepare_switch: Callable[[StagedVersion, Callable[[], None]], None] = _prepare_nothing
         #: The replica's other ranks, as far as their weights take deltas.
         self.followers = RankFollowers(lambda: self.num_ranks)
 
@@ -596,8 +603,12 @@ class WorkerStore:
         """
         with self._lock:
             base = self.served.base
-            if base is not None and self._segments.is_lent(base):
+            is_lent = base is not None and self._segments.is_lent(base)
+            if is_lent or self.served.is_being_read:
                 return False
+            for staged in self._staged.values():
+                if isinstance(staged, StagedVersion):
+                    staged.prepared.clear()
             if keep_newest and base is not None:
                 self._copy_served(base)
             self.served.fall_asleep()

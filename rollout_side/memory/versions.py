@@ -152,6 +152,15 @@ class ServedBase:
         return bool(self.tensor_digests)
 
 
+class PreparedSwitch(NamedTuple):
+    """Switch of an engine's weights to another base, prepared while they were served."""
+
+    era: int
+    """Weights that it was prepared for; see ``ServedSlot.era``."""
+    write: Callable[[], None]
+    """Writes what differs; generation is paused."""
+
+
 @dataclass(frozen=True)
 class StagedVersion:
     """Bytes of one version, received whole and verified.
@@ -173,6 +182,8 @@ class StagedVersion:
     """At most one tensor: the copy that ``own_bytes`` returns next."""
     tensor_digests: tuple[int, ...] = ()
     """Digests of its tensors, in the manifest's order; empty where they are not known."""
+    prepared: list[PreparedSwitch] = field(default_factory=list)
+    """At most one: how the engine's weights become those of this version."""
 
     @property
     def num_bytes(self) -> int:

@@ -8,6 +8,7 @@ Where the engine's weights take deltas, they are read against these instead (``s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,6 +38,9 @@ from weft_rl.transport.digests.copies import copy_digesting
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests
 from weft_rl.transport.wire.buckets import in_manifest_order, whole_parts
 from weft_rl.transport.wire.changes import RunPlace, apply_changes
+
+#: Threads that copy a base: more read no more of a host's memory a second.
+_MOST_THREADS = 8
 
 
 class ChangesSink(StagingSink):
@@ -132,6 +136,10 @@ class DeltaTransfer(StagingTransfer):
                 digests[run.tensor] = (digests[run.tensor] + change) % 2**64
         return digests
 
+    def _prepare_switch(self, staged: StagedVersion) -> None:
+        last_bucket = len(self.manifest.buckets) - 1
+        self._store.prepare_switch(staged, lambda: self._report(last_bucket))
+
     def _check_runs(self) -> None:
         """Refuse runs that do not cover every element once."""
         runs = [run for contents in self._partial.verified for run in contents.runs]
@@ -194,9 +202,15 @@ def copy_bucket(
         size = base.manifest.buckets[bucket].payload_bytes
         payload = out[:size]
         source = base.segment.data[begin : begin + size]
-        return payload, copy_digesting(source, parts, payload)
+        return payload, copy_digesting(source, parts, payload, _copy_threads())
     payload = base.payload(bucket, out)
     return payload, part_digests(payload, parts)
+
+
+def _copy_threads() -> int:
+    """Return how many threads copy a base on the host: half of the cores that this one may use,
+    some at most. torch's own number is often 1 in a worker."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def _changes(contents: BucketContents) -> torch.Tensor:

@@ -697,19 +697,22 @@ class StagingTransfer:
         self._copy_to_segment()
         digests = self._tensor_digests()
         digest = content_digest(digests)
-        self._store.put_staged(
-            StagedVersion(
-                partial.transfer_id,
-                self._version,
-                partial.manifest,
-                partial.segment,
-                digest,
-                partial,
-                self._device_copy,
-                tensor_digests=tuple(digests),
-            )
+        staged = StagedVersion(
+            partial.transfer_id,
+            self._version,
+            partial.manifest,
+            partial.segment,
+            digest,
+            partial,
+            self._device_copy,
+            tensor_digests=tuple(digests),
         )
+        self._prepare_switch(staged)
+        self._store.put_staged(staged)
         return digest
+
+    def _prepare_switch(self, staged: StagedVersion) -> None:
+        """Make the switch shorter, where little of the weights changes."""
 
     def _tensor_digests(self) -> list[int]:
         """Return the digests of the version's tensors, which lie in the segment, in manifest

@@ -20,6 +20,7 @@ from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
+from rollout_side.vllm_engine.loading.prepared_load import prepare_load
 from rollout_side.vllm_engine.loading.reload import reload_layers
 from weft_rl.contract.manifest import Manifest, plan_buckets
 from weft_rl.contract.names import PolicyVersion
@@ -274,6 +275,79 @@ def test_no_plan_where_tensors_lie_elsewhere(
     expected = model.values()
     assert learn(model, version) is None
     assert same(model.values(), expected)
+
+
+def stepped(version: StagedVersion, *changed: tuple[str, int, float]) -> StagedVersion:
+    """Return a copy of a version in which elements have other values."""
+    segment = HostSegment.allocate(version.manifest.wire_bytes)
+    segment.data.copy_(version.segment.data)
+    copy = StagedVersion("step", PolicyVersion("base", 9), version.manifest, segment, b"")
+    for name, tensor in copy.tensors():
+        for own, place, value in changed:
+            if own == name:
+                tensor.view(-1)[place] = value
+    return copy
+
+
+@pytest.mark.parametrize("method", [Quantising, Overwriting])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("changed", "num_parts"),
+    [
+        ((), 0),
+        ((("norm.weight", 3, 7.0),), 1),
+        ((("q.weight", 20, 0.5), ("v.weight", 1, -0.25), ("o.weight", 40, 0.125)), 2),
+        ((("q.weight", 20, 1e3),), 2),  # the scale of all three, and all elements
+        ((("k.weight", 0, 1e3), ("o.weight", 95, 2e3), ("norm.weight", 0, 1.0)), 5),
+    ],
+)
+def test_what_is_prepared_beside_the_weights_makes_what_a_reload_makes(
+    make: Callable[..., Model],
+    method: type[Quantising],
+    layout: str,
+    changed: tuple[tuple[str, int, float], ...],
+    num_parts: int,
+) -> None:
+    first = staged(1, LAYOUTS[layout])
+    second = stepped(first, *changed)
+    expected = reload(make(method), second)
+    model = make(method)
+    plan = learnt(model, first)
+    before, given = model.values(), second.segment.data.clone()
+    attributes = {name: dict(vars(layer)) for name, layer in model.named_modules()}
+    called = list[None]()
+    prepared = prepare_load(plan, second.segment.data, 10_000, lambda: called.append(None))
+    assert prepared is not None
+    assert same(model.values(), before)  # nothing is written yet, and no layer was touched
+    assert {name: vars(layer) for name, layer in model.named_modules()} == attributes
+    assert torch.equal(second.segment.data, given)
+    assert len(called) == len(first.manifest.buckets)
+    assert prepared.num_parts == num_parts
+    assert (prepared.num_bytes > 0) is (num_parts > 0)
+    prepared.write()
+    assert same(model.values(), expected)
+    assert plan.holds(second.segment.data)
+    if num_parts:
+        assert prepare_load(plan, first.segment.data, 1, lambda: None) is None
+
+
+def test_layers_compute_with_their_weights_while_others_are_made(
+    make: Callable[..., Model],
+) -> None:
+    """A layer is processed as a double of its own, which another thread does not see."""
+    model, seen = make(), list[torch.Tensor]()
+    plan = learnt(model, first := staged(1, LAYOUTS["few"]))
+    served, process = model.qkv.weight, Quantising.process_weights_after_loading
+
+    class Watched(Quantising):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            seen.append(model.qkv.weight)
+            process(self, layer)
+
+    model.qkv.quant_method.__class__ = Watched
+    assert plan.holds(first.segment.data)
+    assert len(seen) == 1
+    assert seen[0] is served
 
 
 class Scales(nn.Module):

@@ -342,6 +342,10 @@ def test_a_delta_answers_as_a_fresh_engine(place: Place, where: str, note: Note)
             rollback("base", version.version, coordinator=pushed.pool.target, timeout=60)
             assert answers(pushed.url, "base-model") == before
             said += ", gone back from by its old elements"
+        elif takes and not DRY:  # compared while the former base was served
+            written = re.findall(r"(\d+ of \d+) bytes were written", pushed.log())
+            assert written, pushed.log()[-2000:]
+            said += f", {written[-1]} bytes written while paused"
     note(place.kind, f"a delta, {where.replace('_', ' ')}", said if takes else "sent whole")
 
 

@@ -63,6 +63,9 @@ class DeltaHistory:
     """Bytes that were compared and coded a second; 0 before any were."""
     share: float = _EXPECTED_SHARE
     """Bytes of the last delta, as a share of all bytes."""
+    stage_seconds: float = 0.0
+    """Time until every receiver had the last delta and what it makes: some make a copy of the
+    model for it. 0 before one."""
     pause: int = 0
     """Pushes that are not compared after the last delta that was of no use."""
     num_paused: int = 0
@@ -72,7 +75,7 @@ class DeltaHistory:
         twice as many each time. What was measured of it is forgotten, for it may pass."""
         self.pause = min(_LONGEST_PAUSE, 2 * self.pause or 1)
         self.num_paused = self.pause
-        self.compare_rate, self.share = 0.0, _EXPECTED_SHARE
+        self.compare_rate, self.share, self.stage_seconds = 0.0, _EXPECTED_SHARE, 0.0
 
     def was_useful(self) -> None:
         """Note that a delta was committed, and was worth it."""
@@ -87,7 +90,7 @@ class DeltaHistory:
         """Return how many times as long all elements are thought to take as a delta."""
         compare = self.compare_rate or (_DEVICE_RATE if on_device else _HOST_RATE)
         whole = num_bytes / self.send_rate
-        return whole / (num_bytes / compare + self.share * whole)
+        return whole / (num_bytes / compare + (self.stage_seconds or self.share * whole))
 
 
 def why_not_mixed(mode: DeltaMode, facts: PoolFacts, history: DeltaHistory) -> str:
@@ -122,7 +125,7 @@ def choose(mode: DeltaMode, facts: PoolFacts, history: DeltaHistory) -> Choice:
             gain = history.gain(facts.num_bytes, on_device=facts.on_device)
             return Choice(
                 "whole",
-                f"comparing would take as long as sending all elements ({gain:.2f} times as fast, "
+                f"a delta would take as long as all elements ({gain:.2f} times as fast, "
                 f"{_MIN_GAIN} are wanted)",
             )
     if facts.served and facts.refusal and (why := why_not_mixed(mode, facts, history)):

@@ -87,6 +87,7 @@ class _PlainReader(_OwnReader):
     def _put(self, index: int, new: torch.Tensor, place: torch.Tensor) -> int:
         (digest,) = digests_of([new])
         place[: new.nbytes].copy_(new.view(torch.uint8))
+        place[new.nbytes :].zero_()
         return digest
 
 

@@ -20,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -424,12 +423,21 @@ class CopyPlan:
     def holds(self, data: torch.Tensor) -> bool:
         """Return whether the model's parameters are, bit for bit, what ``load`` would make them."""
         with torch.no_grad():
-            made = (
-                (layer.served[name], tensor)
-                for layer, tensors in self._segment_made(data)
-                for name, tensor in tensors.items()
-            )
-            return self._equal(chain(self._segment_pairs(data), made))
+            return self._equal(self.pairs(data))
+
+    def pairs(
+        self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
+    ) -> Iterator[Pair]:
+        """Yield each part of the parameters that ``load`` writes to, and what it would write there,
+        on their device. Changes nothing; several threads may do so at a time."""
+        forms = _ProcessingPlan(self._pieces, self._processed)
+        for index, start in enumerate(self._starts):
+            on_progress()
+            payload = self._payload(index, data[start:]).to(self.device)
+            yield from self._joined_pairs(index, payload)
+            for layer, made in forms.fill(index, payload):
+                for name, tensor in made.items():
+                    yield layer.served[name], tensor
 
     def source_digests(self, index: int, wire: torch.Tensor) -> list[int]:
         """Return the digests of what ``load_bucket`` would write, by piece; blocks for them. Call
@@ -544,10 +552,6 @@ class CopyPlan:
         plans = self._joined if wire.device == self.device else self._plain
         return ((piece.target, piece.source(wire)) for piece in plans[index])
 
-    def _segment_pairs(self, data: torch.Tensor) -> Iterator[Pair]:
-        for index, start in enumerate(self._starts):
-            yield from self._pairs(index, self._payload(index, data[start:]))
-
     def _segment_made(
         self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[ProcessedModule, dict[str, torch.Tensor]]]:
@@ -558,7 +562,7 @@ class CopyPlan:
     def _equal(self, pairs: Iterable[Pair]) -> bool:
         differs = torch.zeros((), dtype=torch.bool, device=self.device)
         for target, source in pairs:
-            differs |= (bits(target) != bits(source.to(self.device))).any()
+            differs |= (bits(target) != bits(source)).any()
         return not bool(differs)
 
 

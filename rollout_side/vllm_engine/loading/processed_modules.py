@@ -77,7 +77,7 @@ class ProcessedModule:
             for name, parameter in layer._parameters.items()
             if parameter is not None and name in skipped and name not in self.form
         }
-        self.served: _Tensors = self._served_tensors()
+        self.served: _Tensors = self._served_tensors(layer)
         """Tensors that the method makes, by name; written to by ``write``. Not those that vLLM
         loads in place (biases from 0.32 on)."""
 
@@ -94,22 +94,19 @@ class ProcessedModule:
     def process(self, loaded: Mapping[str, torch.Tensor]) -> _Tensors:
         """Return what the layer's method makes of a loading form, by the names in ``served``.
 
-        The layer is as it was afterwards. On CUDA this is given to the calling thread's current
-        stream, and not waited for.
+        It works on a double of the layer, which may compute meanwhile. On CUDA this is given to the
+        calling thread's current stream, and not waited for.
 
         Args:
             loaded: Tensors of the loading form; written to unless ``only_reads``.
         """
-        layer, before = self.layer, dict(vars(self.layer))
-        vars(layer).pop(_IS_PROCESSED, None)
-        try:
-            self.set_form(loaded)
-            self._method.process_weights_after_loading(layer)
-            made = self._served_tensors()
-            self._check(made, before)
-        finally:
-            vars(layer).clear()
-            vars(layer).update(before)
+        double = object.__new__(type(self.layer))
+        vars(double).update(vars(self.layer))
+        vars(double).pop(_IS_PROCESSED, None)
+        self._set_form(double, loaded)
+        self._method.process_weights_after_loading(double)
+        made = self._served_tensors(double)
+        self._check(made, double)
         return made
 
     def write(self, made: Mapping[str, torch.Tensor]) -> None:
@@ -119,19 +116,23 @@ class ProcessedModule:
 
     def set_form(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Give the layer these tensors as its loading form, beside what is loaded in place."""
-        set_form(self.layer, self.form, loaded)
-        self.layer._parameters.update(self._plain)
+        self._set_form(self.layer, loaded)
 
-    def _served_tensors(self) -> _Tensors:
-        own = (*self.layer._parameters.items(), *self.layer._buffers.items())
+    def _set_form(self, layer: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+        set_form(layer, self.form, loaded)
+        layer._parameters.update(self._plain)
+
+    def _served_tensors(self, layer: torch.nn.Module) -> _Tensors:
+        own = (*layer._parameters.items(), *layer._buffers.items())
         return {n: t.data for n, t in own if t is not None and n not in self._plain}
 
-    def _check(self, made: _Tensors, before: Mapping[str, Any]) -> None:
+    def _check(self, made: _Tensors, double: torch.nn.Module) -> None:
+        before = vars(self.layer)
         if {n: (t.shape, t.dtype) for n, t in made.items()} != {
             n: (t.shape, t.dtype) for n, t in self.served.items()
         }:
             raise ValueError(f"{self.name} is processed to other tensors than it has")
-        for key, value in vars(self.layer).items():
+        for key, value in vars(double).items():
             is_number = isinstance(value, int | float) and key != _IS_PROCESSED
             if isinstance(value, torch.Tensor) and value is not before.get(key):
                 raise ValueError(f"{self.name} keeps {key!r}, which is made anew")

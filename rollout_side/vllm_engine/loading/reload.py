@@ -41,6 +41,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     padded_with_zeros,
 )
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
+from rollout_side.vllm_engine.loading.prepared_load import prepare_load
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
@@ -58,6 +59,7 @@ def apply_base(
     plans: Sequence[CopyPlan] = (),
     on_progress: Callable[[], None] = lambda: None,
     drafted: DraftedModel | None = None,
+    write: Callable[[], None] | None = None,
 ) -> tuple[CopyPlan, ...]:
     """Replace the model's weights by a staged version. Call it while paused.
 
@@ -69,6 +71,7 @@ def apply_base(
             has all of it; else it stays.
         plans: The copies that loading amounts to, of whatever layouts, where they are known.
         on_progress: Called at each tensor, or bucket, that is loaded.
+        write: See ``prepare_base``; in place of the plan's copies.
 
     Returns:
         The plans for the next one: one for each set of names.
@@ -83,7 +86,10 @@ def apply_base(
     plan = plan_of_layout(plans, staged.manifest, ignored)
     if plan is not None:
         with mixing(staged.version, "copying"), _config_of(worker, plan):
-            plan.load(staged.segment.data, on_progress)
+            if write is None:
+                plan.load(staged.segment.data, on_progress)
+            else:
+                write()
         return with_others(plan, plans)
     with bridges.vllm_config_context(worker.vllm_config):
         given = ((name, tensor) for name, tensor in staged.tensors() if name not in ignored)
@@ -92,6 +98,38 @@ def apply_base(
         if can_learn(worker):
             plan = learn(model, staged, ignored)
         return with_others(plan, _still_filling(plans, drafted or model))
+
+
+def prepare_base(
+    worker: Any,
+    staged: StagedVersion,
+    reference: Reference,
+    plans: Sequence[CopyPlan],
+    on_progress: Callable[[], None],
+    drafted: DraftedModel | None,
+    most_bytes: int,
+) -> Callable[[], None] | None:
+    """Find what a staged version changes of the model's weights, which are only read. Blocks;
+    generation goes on.
+
+    Args:
+        most_bytes: Most memory that it may take afterwards.
+        others: See ``apply_base``.
+
+    Returns:
+        A function that writes it, to be called while paused, and in vLLM's config context; None
+        where loading is more than copies, or too much has changed.
+
+    Raises:
+        torch.OutOfMemoryError: There is no memory to make a layer's tensors in.
+    """
+    _, ignored = _loaded_model(worker, staged.manifest, reference, drafted)
+    plan = plan_of_layout(plans, staged.manifest, ignored)
+    if plan is None:
+        return None
+    with _config_of(worker, plan):
+        prepared = prepare_load(plan, staged.segment.data, most_bytes, on_progress)
+    return None if prepared is None else prepared.write
 
 
 def _still_filling(plans: Iterable[CopyPlan], model: torch.nn.Module) -> list[CopyPlan]:

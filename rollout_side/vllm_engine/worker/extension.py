@@ -172,6 +172,7 @@ class WeftWorker:
         if transfer_id == FROM_FILES:
             state.store.served.set(None)
             reload_files(self, state.report_progress, state.drafted)
+            state.store.served.set(None, is_loaded=True)
             return {"load_seconds": time.perf_counter() - begin, "has_draft": True}
         served = state.store.served
         if served.switch_to(transfer_id, content_digest):
@@ -180,15 +181,18 @@ class WeftWorker:
         if isinstance(staged, StagedDelta):
             served.apply(staged)
             return state.applied(begin)
+        write = served.take_prepared(staged)
         served.set(None)
         # Forgotten until the load is done: one that fails leaves nothing to rely on.
         plans, state.copy_plans = state.copy_plans, ()
         state.copy_plans = apply_base(
-            self, staged, state.reference, plans, state.report_progress, state.drafted
+            self, staged, state.reference, plans, state.report_progress, state.drafted, write
         )
+        base = None
         if state.store.num_ranks == 1:  # else deltas change the copy that all ranks share
             base = served_base(state, staged, content_digest, staged.tensor_digests)
-            served.set(base if base is not None and base.takes_deltas else None)
+        takes_deltas = base is not None and base.takes_deltas
+        served.set(base if takes_deltas else None, is_loaded=True)
         has_draft = state.brings_draft(staged.manifest)
         return {"load_seconds": time.perf_counter() - begin, "has_draft": has_draft}
 
@@ -244,7 +248,7 @@ class WeftWorker:
             state.load = load if load.is_running else None
         loaded = load.handoff
         served = served_base(state, loaded, content_digest, loaded.tensor_digests)
-        state.store.served.set(served)
+        state.store.served.set(served, is_loaded=True)
         state.follow(self.rank)
         has_draft = state.brings_draft(load.handoff.manifest)
         return {"load_seconds": seconds, "has_draft": has_draft}

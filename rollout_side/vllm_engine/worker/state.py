@@ -23,9 +23,9 @@ from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad, RankServer
 from rollout_side.memory.rank_deltas import DeltaFollower
-from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
+from rollout_side.memory.segment import MARGIN_BYTES, Memory, spare_bytes, stage_on_device
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import ServedBase, StagedVersion
+from rollout_side.memory.versions import PreparedSwitch, ServedBase, StagedVersion
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
@@ -37,7 +37,7 @@ from rollout_side.vllm_engine.loading.layerwise import facts_of
 from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleTable, vllm_namer
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
-from rollout_side.vllm_engine.loading.reload import load_in_place
+from rollout_side.vllm_engine.loading.reload import load_in_place, prepare_base
 from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
 from rollout_side.vllm_engine.worker.holdings import (
     HoldingsReport,
@@ -211,6 +211,8 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, WorkerD
         state.drafted = drafted_model(worker, reference, settings.draft_files)
     if state.drafted is not None:
         as_float32 |= facts_of(state.drafted).held_as_float32
+    if worker.device.type == "cuda" and store.num_ranks == 1:  # others load the same copy
+        store.prepare_switch = switch_preparer(worker, state)
     warm()
     backends = usable_backends(worker.device, settings.backend)
     if worker.local_rank == RECEIVER_RANK:
@@ -432,10 +434,37 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
         except WeftError as error:
             if error.metadata.get("dirty") != "true":  # nothing has changed
                 state.copy_plans = plans
-                state.store.served.set(served)
+                state.store.served.set(served, is_loaded=True)
             raise
 
     return load
+
+
+def switch_preparer(
+    worker: Any, state: WorkerState
+) -> Callable[[StagedVersion, Callable[[], None]], None]:
+    """Return what a store prepares switches by: on a GPU that has memory to spare for it."""
+    store, device = state.store, worker.device
+
+    def prepare(staged: StagedVersion, on_progress: Callable[[], None]) -> None:
+        largest = max(bucket.payload_bytes for bucket in staged.manifest.buckets)
+        with store.served.reading() as era:
+            # A bucket's bytes, what a layer makes of them, and as much again for the comparison.
+            room = (spare_bytes(device) if era else 0) - 3 * largest
+            if room <= 0:
+                return
+            try:
+                write = prepare_base(
+                    worker, staged, state.reference, state.copy_plans, on_progress, state.drafted,
+                    room // 2,
+                )  # fmt: skip
+            except Exception as error:  # noqa: BLE001 (whatever failed, all is loaded while paused)
+                _log.warning("the switch to %s is not prepared: %s", staged.version, error)
+                return
+        if write is not None:
+            staged.prepared.append(PreparedSwitch(era, write))
+
+    return prepare
 
 
 def served_base(

@@ -230,6 +230,28 @@ def test_what_is_staged_is_what_all_elements_would_make(cut: Cut, lent: bool) ->
     assert replica.store.retained_bases() == (2,)
 
 
+def test_its_switch_is_prepared_before_it_is_staged() -> None:
+    """And says that it goes on: a model takes a while."""
+    old = values(1)
+    new = changed(old)
+    replica = Replica(old)
+    made, seen = delta(replica.manifest, old, new, joined), list[bytes]()
+
+    def prepare(staged: StagedVersion, on_progress: Callable[[], None]) -> None:
+        assert not replica.store.usage().staged_transfer_ids
+        seen.append(staged.content_digest)
+        replica.reported.clear()
+        on_progress()
+        assert replica.reported == [len(replica.manifest.buckets) - 1]
+
+    replica.store.prepare_switch = prepare
+    transfer = replica.prepared(made.plan)
+    replica.receive(transfer, made.wires)
+    assert seen == []
+    assert transfer.finish(lambda: None) == digest_of(new)
+    assert seen == [digest_of(new)]
+
+
 def test_buckets_may_come_again_and_a_transfer_may_resume_in_another_group() -> None:
     old = values(1)
     new = changed(old)

@@ -91,7 +91,7 @@ def test_auto_measures_first_and_leaves_fast_backends_alone() -> None:
     within_host = DeltaHistory(send_rate=2e9)
     choice = choose("auto", FACTS, within_host)
     assert choice.how == "whole"
-    assert "comparing would take as long" in choice.why
+    assert "a delta would take as long" in choice.why
     assert choose("always", FACTS, within_host).how == "delta"
     small = replace(FACTS, num_bytes=SLOW // 25)
     assert choose("auto", small, DeltaHistory(send_rate=SLOW)).why == (
@@ -103,6 +103,19 @@ def test_auto_measures_first_and_leaves_fast_backends_alone() -> None:
     assert choose("auto", replace(FACTS, on_device=True), fast).how == "delta"
     assert choose("auto", FACTS, DeltaHistory(send_rate=SLOW, compare_rate=SLOW)).how == "whole"
     assert choose("auto", FACTS, DeltaHistory(send_rate=SLOW, share=0.9)).how == "whole"
+
+
+def test_time_that_receivers_take_for_a_delta_counts() -> None:
+    """Few bytes are of no use where each makes a copy of its model for them."""
+    quick = DeltaHistory(send_rate=SLOW, compare_rate=1e10, stage_seconds=0.02)
+    assert choose("auto", FACTS, quick).how == "delta"
+    slow = replace(quick, stage_seconds=FACTS.num_bytes / SLOW)
+    choice = choose("auto", FACTS, slow)
+    assert choice.how == "whole"
+    assert "a delta would take as long" in choice.why
+    slow.was_useless()
+    slow.num_paused = 0
+    assert choose("auto", FACTS, slow).how == "delta"  # it may have been other work
 
 
 def test_deltas_of_no_use_are_tried_ever_more_rarely_and_again_once_one_was() -> None:

@@ -27,12 +27,18 @@ def parts_of(sizes: list[int], first_byte: int) -> list[Part]:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(SIZES, min_size=1, max_size=6), st.sampled_from([0, 32, 8 * ROW, 10 * ROW]))
-def test_a_payload_is_copied_whole_and_its_copy_digested(sizes: list[int], first: int) -> None:
+@given(
+    st.lists(SIZES, min_size=1, max_size=6),
+    st.sampled_from([0, 32, 8 * ROW, 10 * ROW]),
+    st.integers(1, 9),
+)
+def test_a_payload_is_copied_whole_and_its_copy_digested(
+    sizes: list[int], first: int, num_threads: int
+) -> None:
     parts = parts_of(sizes, first)
     payload = random_bytes(sum(sizes))
     target = torch.zeros_like(payload)
-    assert copy_digesting(payload, parts, target) == part_digests(payload, parts)
+    assert copy_digesting(payload, parts, target, num_threads) == part_digests(payload, parts)
     assert torch.equal(target, payload)
 
 
