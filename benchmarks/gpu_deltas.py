@@ -12,6 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +29,22 @@ from weft_rl.transport.digests.wsum64 import digests_of
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
-_SHARES = (0.002, 0.01, 0.0147, 0.05)
+#: Ways to give the weights, each with the shares of elements that change; all are sent without.
+_WAYS: dict[str, tuple[float, ...]] = {
+    "all elements": (),
+    "a model": (0.002, 0.01, 0.0147, 0.05),
+    "an iterator": (0.01,),
+}
+
+
+def arriving(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each weight in memory that is used again for the next."""
+    memory = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    for name, parameter in model.named_parameters():
+        if parameter.numel() > memory.numel():
+            memory = torch.empty_like(parameter).view(-1)
+        given = memory[: parameter.numel()].view(parameter.shape)
+        yield name, given.copy_(parameter.detach())
 
 
 def step(model: torch.nn.Module, share: float) -> None:
@@ -92,6 +108,7 @@ def main() -> None:
     parser.add_argument("--staging", default="in-place")
     parser.add_argument("--memory", default="0.35", help="vLLM's --gpu-memory-utilization")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--quantization", default="", help="vLLM's, as weights are loaded")
     options = parser.parse_args()
     print(describe(), torch.cuda.get_device_name(0), flush=True)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,35 +120,43 @@ def main() -> None:
         with torch.device("cuda:0"):
             config = AutoConfig.from_pretrained(path)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        named = [*model.named_parameters()]
+        staging, quantised = ["--staging", options.staging], list[str]()
+        if options.quantization:  # deltas change a copy
+            staging += ["--staging-memory-gib", "40"]
+            quantised += ["--quantization", options.quantization]
         pool = GpuPool(work).start()
         try:
             pool.launch("replica-0", "0", path, "--load-format", "dummy", "--max-model-len", "4096",
-                        "--gpu-memory-utilization", options.memory, "--enforce-eager",
-                        options=("--staging", options.staging))  # fmt: skip
+                        "--gpu-memory-utilization", options.memory, "--enforce-eager", *quantised,
+                        options=staging)  # fmt: skip
             pool.url("replica-0")
             pool.wait_registered(1, 60)
-            for mode in ("never", "always"):
+            for what, shares in _WAYS.items():
                 with Publisher(
                     pool.target,
                     trainer_id="bench",
                     progress=None,
                     timeout_seconds=60,
-                    delta=mode,
+                    delta="always" if shares else "never",
                     backend=options.backend,
                 ) as publisher:
-                    for share in (0.0,) if mode == "never" else _SHARES:
+                    for share in shares or (0.0,):
                         reports = []
                         for number in range(options.repeats + 2):
                             step(model, share or 0.01)
                             torch.cuda.synchronize()
                             time.sleep(0.3)
-                            result = publisher.push_base(model)
+                            if what == "an iterator":
+                                result = publisher.push_tensors(arriving(model), metadata=named)
+                            else:
+                                result = publisher.push_base(model)
                             if number >= 2:
                                 reports.append(result.report)
-                        show(f"{share:.2%} changed" if share else "all elements", reports)
-                    if mode == "always":
+                        show(f"{what}, {share:.2%} changed" if share else what, reports)
+                    if what == "a model":
                         compare(pool.target, "replica-0", result.version, model)
-                        for back in (1, 3):
+                        for back in () if quantised else (1, 3):
                             to = result.version.version - back
                             began = time.monotonic()
                             rollback("base", to, coordinator=pool.target, timeout=60)
