@@ -331,6 +331,24 @@ def test_what_is_prepared_beside_the_weights_makes_what_a_reload_makes(
         assert prepare_load(plan, first.segment.data, 1, lambda: None) is None
 
 
+def test_threads_that_load_and_prepare_share_the_config() -> None:
+    """Whichever ends first: vLLM has one variable for it, and raises where it is not set."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config: Any = SimpleNamespace()
+    first, second = (bridges.vllm_config_context(config) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert get_current_vllm_config_or_none() is config
+    second.__exit__(None, None, None)
+    assert get_current_vllm_config_or_none() is None
+    with contextlib.suppress(ZeroDivisionError), bridges.vllm_config_context(config):
+        assert get_current_vllm_config_or_none() is config
+        _ = 1 / 0
+    assert get_current_vllm_config_or_none() is None
+
+
 def test_layers_compute_with_their_weights_while_others_are_made(
     make: Callable[..., Model],
 ) -> None:

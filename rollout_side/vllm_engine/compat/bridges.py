@@ -14,6 +14,7 @@ import importlib
 import math
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -291,13 +292,38 @@ def draft_counts() -> tuple[int, int]:
 # -- the model, in a worker -------------------------------------------------------
 
 
-def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
-    """Return a context that sets vLLM's current config. The loaders of some layers read it (0.32
-    and later)."""
-    context: AbstractContextManager[Any] = importlib.import_module(
-        "vllm.config"
-    ).set_current_vllm_config(config)
-    return context
+class _SharedConfig:
+    """Current config of vLLM, which is one variable of the process: the first thread inside sets
+    it, and the last one puts back what was there."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside = threading.Lock(), 0
+        self._context: AbstractContextManager[Any] = contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def set(self, config: Any) -> Iterator[None]:
+        with self._lock:
+            if not self._num_inside:
+                vllm = importlib.import_module("vllm.config")
+                self._context = vllm.set_current_vllm_config(config)
+                self._context.__enter__()
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                if not self._num_inside:
+                    self._context.__exit__(None, None, None)
+
+
+_SHARED_CONFIG = _SharedConfig()
+
+
+def vllm_config_context(config: Any) -> AbstractContextManager[None]:
+    """Return a context that sets vLLM's current config, the same for all threads of a worker. The
+    loaders of some layers read it (0.32 and later)."""
+    return _SHARED_CONFIG.set(config)
 
 
 @contextlib.contextmanager
