@@ -433,7 +433,7 @@ async def test_a_stream_is_asynchronous_too(rollouts: RolloutClient, publisher: 
 
 
 def test_a_stream_that_waits_for_its_caller_says_so(rollouts: RolloutClient) -> None:
-    stream = rollouts.stream([[1]] * 6, batch_size=2, max_staleness=0, timeout_seconds=0.5)
+    stream = rollouts.stream([[1]] * 6, batch_size=2, max_staleness=0, timeout_seconds=4)
     assert len(list(itertools.islice(stream, 2))) == 2
     with pytest.raises(TransferTimeoutError, match=r"2 samples .* reported as consumed"):
         next(stream)

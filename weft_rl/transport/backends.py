@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -221,21 +222,23 @@ class _LibraryWork:
 
 # Gloo's threads drop what told of an operation's end, and then the operation with its tensor
 # unless it is held here, too. Either takes the interpreter's lock, and a thread that asks for
-# that while the interpreter is torn down ends the process with SIGABRT.
-_TOLD: weakref.WeakSet[_EndCallback] = weakref.WeakSet()
+# that while the interpreter is torn down ends the process with SIGABRT. Each leaves its dict by a
+# function of C: one of Python may give the lock away after it, and would have to ask for it again.
+_TOLD: dict[int, weakref.ref[_EndCallback]] = {}
 _SENT: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_GlooWork]]] = {}
 
 
-def works_to_hold(seconds: float) -> list[object]:
+def works_to_hold(num_waits: int) -> list[object]:
     """Return the operations that must never be dropped as the process ends, so that gloo's threads
     need no interpreter any more. First waits for what these are about to drop, at most
-    ``seconds``."""
-    deadline = time.monotonic() + seconds
+    ``num_waits`` times for a millisecond: a clock also counts the time that a machine stands still.
+    """
     while True:
         works = [work() for _, work in [*_SENT.values()]]
-        if (not len(_TOLD) and None not in works) or time.monotonic() > deadline:
+        if (not _TOLD and None not in works) or not num_waits:
             return [work for work in works if work is not None]
         time.sleep(0.001)
+        num_waits -= 1
 
 
 class _EndCallback:
@@ -245,7 +248,8 @@ class _EndCallback:
         self._ended = ended
 
     def __call__(self, future: object) -> None:
-        _TOLD.add(self)
+        key = id(self)
+        _TOLD[key] = weakref.ref(self, partial(_TOLD.pop, key))
         self._ended.set()
 
 
@@ -260,7 +264,7 @@ class _GlooWork(_LibraryWork):
         self._work = work
         self._ended = Flag()
         key = id(sent)
-        _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key, None)), weakref.ref(self)
+        _SENT[key] = weakref.ref(sent, partial(_SENT.pop, key)), weakref.ref(self)
         work.get_future().add_done_callback(_EndCallback(self._ended))
 
     def wait_until(self, deadline: float) -> bool:

@@ -324,8 +324,8 @@ class SideGroup:
         return not operations or backend.settle(settle_seconds)
 
 
-#: Of a few instructions on threads that are about to run.
-_DROP_SECONDS = 2.0
+#: For a few instructions on threads that are about to run.
+_DROP_WAITS = 2000
 
 
 class _ParkedGroups:
@@ -357,7 +357,7 @@ class _ParkedGroups:
         ``works_to_hold``)."""
         with self._lock:
             held, opened = dict(self._held), list(self._open)
-        left = (held, opened, works_to_hold(_DROP_SECONDS))
+        left = (held, opened, works_to_hold(_DROP_WAITS))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
 
 
