@@ -35,6 +35,30 @@ class BucketContents(NamedTuple):
     """Coded changes of these runs, uint8, of this process; None where all elements came."""
 
 
+class BaseChanges(NamedTuple):
+    """Changes that make one version of the base of another, as a delta brought them."""
+
+    from_digest: bytes
+    """Content digest of the version that they change."""
+    buckets: tuple[BucketContents, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the coded changes."""
+        return sum(each.changes.numel() for each in self.buckets if each.changes is not None)
+
+
+def latest_changes(changes: Sequence[BaseChanges], most_bytes: int) -> list[BaseChanges]:
+    """Return the last of successive changes that have at most ``most_bytes`` together."""
+    kept: list[BaseChanges] = []
+    for each in reversed(changes):
+        most_bytes -= each.num_bytes
+        if most_bytes < 0:
+            break
+        kept.insert(0, each)
+    return kept
+
+
 class ElementPlace(NamedTuple):
     """Place of some elements of a tensor in the served weights, one behind the other."""
 
@@ -184,6 +208,9 @@ class StagedVersion:
     """Digests of its tensors, in the manifest's order; empty where they are not known."""
     prepared: list[PreparedSwitch] = field(default_factory=list)
     """At most one: how the engine's weights become those of this version."""
+    changes: list[BaseChanges] = field(default_factory=list)
+    """Successive changes that led to it, on the host, while it is to be written to disk; none
+    where it came whole."""
 
     @property
     def num_bytes(self) -> int:

@@ -9,21 +9,24 @@ Where the engine's weights take deltas, they are read against these instead (``s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
+from rollout_side.memory.copy_changes import apply_to_copy
 from rollout_side.memory.served_delta import stage_delta
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import (
+    BaseChanges,
     BucketContents,
     PartialTransfer,
     SendableVersion,
     ServedBase,
     StagedVersion,
     bucket_starts,
+    latest_changes,
 )
 from rollout_side.receive.incoming_buckets import (
     ReceiveRing,
@@ -32,15 +35,17 @@ from rollout_side.receive.incoming_buckets import (
     arrival_buffers,
 )
 from weft_rl.contract.errors import CapacityError, DigestMismatchError
-from weft_rl.contract.manifest import Run, SendPlan, check_coverage
+from weft_rl.contract.manifest import SendPlan, check_coverage
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.copies import copy_digesting
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests
 from weft_rl.transport.wire.buckets import in_manifest_order, whole_parts
-from weft_rl.transport.wire.changes import RunPlace, apply_changes
 
 #: Threads that copy a base: more read no more of a host's memory a second.
 _MOST_THREADS = 8
+#: Changes that wait for the disk have at most this part of the bytes of the base: with more a
+#: version is written whole.
+KEPT_SHARE = 8
 
 
 class ChangesSink(StagingSink):
@@ -131,10 +136,17 @@ class DeltaTransfer(StagingTransfer):
             )
         for contents in partial.verified:
             self._report(len(starts) - 1)
-            changes = self._apply(contents, data, starts)
-            for run, change in zip(contents.runs, changes, strict=True):
-                digests[run.tensor] = (digests[run.tensor] + change) % 2**64
+            apply_to_copy(contents, manifest, data, digests)
         return digests
+
+    def _came_as(self) -> list[BaseChanges]:
+        if not self._store.writes_copies:
+            return []
+        assert isinstance(self._base, StagedVersion), "a copy is changed"
+        buckets = (each._replace(changes=_changes(each).cpu()) for each in self._partial.verified)
+        own = BaseChanges(self.plan.delta_from, tuple(buckets))
+        most_bytes = self.manifest.total_bytes // KEPT_SHARE
+        return latest_changes([*self._base.changes, own], most_bytes)
 
     def _prepare_switch(self, staged: StagedVersion) -> None:
         last_bucket = len(self.manifest.buckets) - 1
@@ -144,23 +156,6 @@ class DeltaTransfer(StagingTransfer):
         """Refuse runs that do not cover every element once."""
         runs = [run for contents in self._partial.verified for run in contents.runs]
         check_coverage([slot.meta for slot in self.manifest.tensors], runs)
-
-    def _apply(
-        self, contents: BucketContents, data: torch.Tensor, starts: Sequence[int]
-    ) -> list[int]:
-        sizes = [self._itemsize(run) for run in contents.runs]
-        places = [self._place(run, starts) for run in contents.runs]
-        coded = _changes(contents).to(data.device)
-        return apply_changes(coded, contents.runs, sizes, data, places)
-
-    def _itemsize(self, run: Run) -> int:
-        return self.manifest.tensors[run.tensor].meta.dtype.itemsize_bytes
-
-    def _place(self, run: Run, starts: Sequence[int]) -> RunPlace:
-        """Return the place of a run in memory where the layout's buckets begin at ``starts``."""
-        slot = self.manifest.tensors[run.tensor]
-        at = starts[slot.bucket] + slot.offset_bytes + run.first * self._itemsize(run)
-        return RunPlace(at, run.count, run.stride)
 
 
 class ServedDeltaTransfer(DeltaTransfer):

@@ -25,6 +25,7 @@ from rollout_side.memory.handoff import HandoffQueue, SharedBucket
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Memory, Segment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import (
+    BaseChanges,
     BucketContents,
     PartialTransfer,
     StagedVersion,
@@ -706,10 +707,15 @@ class StagingTransfer:
             partial,
             self._device_copy,
             tensor_digests=tuple(digests),
+            changes=self._came_as(),
         )
         self._prepare_switch(staged)
         self._store.put_staged(staged)
         return digest
+
+    def _came_as(self) -> list[BaseChanges]:
+        """Return the changes that the version is written to disk as; none where it is whole."""
+        return []
 
     def _prepare_switch(self, staged: StagedVersion) -> None:
         """Make the switch shorter, where little of the weights changes."""

@@ -18,21 +18,31 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_side.engine import VersionFacts
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.files import (
+    FACTS,
     FORMAT,
+    Facts,
+    Link,
     read_config,
     read_facts,
     read_manifest,
     sync_directory,
+    write_changes,
     write_version,
 )
-from weft_rl.contract.errors import CapacityError, InvalidNameError, NotFoundError
+from rollout_side.spill.listing import SpillListing
+from weft_rl.contract.errors import (
+    CapacityError,
+    InvalidManifestError,
+    InvalidNameError,
+    NotFoundError,
+)
 from weft_rl.contract.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.rpc.codec import content_to_proto
@@ -48,6 +58,7 @@ _REMOVED = ".removed."
 _OWNER = ".weft-owner"
 # Largest number of foreign names in the log.
 _MAX_NAMED = 20
+_UNKNOWN = (0, 0), None
 # Bound of configs, index and manifest, beside the tensors.
 _OVERHEAD_BYTES = 2**20
 
@@ -76,6 +87,8 @@ class SpillFolder:
         self._settings = settings
         self._foreign: set[str] = set()
         self._fingerprint = fingerprint
+        #: Facts of the bases that were listed last, each with what tells its file from another.
+        self._facts: dict[Path, tuple[tuple[int, int], Facts]] = {}
 
     def open(self) -> None:
         """Make the directory, and delete half-written and half-removed versions in it.
@@ -91,12 +104,29 @@ class SpillFolder:
             if self._is_left_over(path):
                 self.remove(path)
 
-    def complete(self) -> dict[Path, PolicyVersion]:
-        """Return every complete version, by its directory.
+    def listing(self) -> SpillListing:
+        """Return the versions that are there; blocks for the disk.
 
         Raises:
             OSError: The directory cannot be read.
         """
+        versions, known = self._versions(), self._facts
+        facts: dict[Path, tuple[tuple[int, int], Facts]] = {}
+        for path, version in versions.items():
+            if version.policy == BASE_POLICY:
+                with contextlib.suppress(OSError, InvalidManifestError):
+                    stat = (path / FACTS).stat()
+                    key, (before, own) = (stat.st_ino, stat.st_mtime_ns), known.get(path, _UNKNOWN)
+                    if own is None or before != key:
+                        own = read_facts(path)
+                    facts[path] = key, own
+        self._facts = facts
+        mine = {
+            path: own for path, (_, own) in facts.items() if own.fingerprint == self._fingerprint
+        }
+        return SpillListing(versions, mine)
+
+    def _versions(self) -> dict[Path, PolicyVersion]:
         found, foreign = {}, set[str]()
         for path in self.path.iterdir():
             if path.name.startswith("."):
@@ -116,12 +146,12 @@ class SpillFolder:
         self._foreign = names
 
     def num_bytes(self) -> int:
-        """Return the bytes of all complete versions; blocks for the disk.
+        """Return the bytes of all versions; blocks for the disk.
 
         Raises:
             OSError: The directory cannot be read.
         """
-        return sum(map(_size_bytes, self.complete()))
+        return sum(map(size_bytes, self._versions()))
 
     def digest_of(self, path: Path) -> bytes:
         """Return the content digest in the name of a version's directory; empty if there is
@@ -156,11 +186,21 @@ class SpillFolder:
             raise NotFoundError(f"{path} is of another base model")
         return read_manifest(path)
 
-    def write(self, copy: StagedVersion, config_json: str, *, going_on: Callable[[], bool]) -> bool:
-        """Write a held version, unless it is complete already; blocks for the disk.
+    def write(
+        self,
+        copy: StagedVersion,
+        config_json: str,
+        *,
+        going_on: Callable[[], bool],
+        link: Link | None = None,
+    ) -> bool:
+        """Write a held version, unless it is there already; blocks for the disk.
+
+        Args:
+            link: Changes that it is written as; None to write it whole.
 
         Returns:
-            Whether it is complete now; False while another replica is writing it.
+            Whether it is there now; False while another replica is writing it.
 
         Raises:
             OSError: The disk is full or gone; the partial write is removed.
@@ -170,13 +210,16 @@ class SpillFolder:
         place = self.place_of(copy.version, copy.content_digest)
         if place.exists():
             return True
-        self._check_room(copy)
+        self._check_room(copy, copy.manifest.total_bytes if link is None else link.num_bytes)
         partial = self.path / f"{_PARTIAL}{place.name}"
         token = f"{self._settings.owner} {secrets.token_hex(8)}"
         if not self._lock(partial, token):
             return False
         try:
-            write_version(partial, copy, config_json, self._fingerprint, going_on=going_on)
+            if link is None:
+                write_version(partial, copy, config_json, self._fingerprint, going_on=going_on)
+            else:
+                write_changes(partial, copy, link, self._fingerprint, going_on=going_on)
             if _owner(partial) != token:
                 return False  # this write was so slow that another replica took it over
             (partial / _OWNER).unlink()
@@ -222,14 +265,17 @@ class SpillFolder:
         is_ours = _owner(partial).partition(" ")[0] == self._settings.owner
         return is_ours or _idle_seconds(partial) >= STALE_SECONDS
 
-    def _check_room(self, copy: StagedVersion) -> None:
-        used = self.num_bytes()
-        need = copy.manifest.total_bytes + _OVERHEAD_BYTES
-        if used + need > self._settings.capacity_bytes:
+    def _check_room(self, copy: StagedVersion, num_bytes: int) -> None:
+        if not self.has_room(num_bytes):
             raise CapacityError(
-                f"{self.path} holds {used:,} of {self._settings.capacity_bytes:,} bytes: no room "
-                f"for {copy.version} ({need:,} bytes); start the replicas with a larger --spill-gib"
+                f"{self.path} holds {self.num_bytes():,} of {self._settings.capacity_bytes:,} "
+                f"bytes: no room for {copy.version} ({num_bytes + _OVERHEAD_BYTES:,} bytes); start "
+                "the replicas with a larger --spill-gib"
             )
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether so many bytes of a version fit; blocks for the disk."""
+        return self.num_bytes() + num_bytes + _OVERHEAD_BYTES <= self._settings.capacity_bytes
 
 
 def _facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
@@ -255,32 +301,8 @@ def _version_of(name: str) -> PolicyVersion | None:
     return version if str(version) == match["version"] else None  # math@007 is none
 
 
-def superseded(
-    on_disk: Mapping[Path, PolicyVersion],
-    *,
-    retired: Collection[PolicyVersion],
-    served_base: int,
-    base_copies: int,
-) -> list[Path]:
-    """List the versions to remove: retired adapters, and bases that need not be kept. The served
-    base is kept, and the ``base_copies`` newest, the served one counted among them.
-
-    Args:
-        served_base: Base that this replica and its pool serve; 0 if that is not certain, which
-            keeps all bases.
-    """
-    bases = {v.version for v in on_disk.values() if v.policy == BASE_POLICY} | {served_base}
-    kept = {served_base, *sorted(bases)[-base_copies:]}
-
-    def may_leave(version: PolicyVersion) -> bool:
-        if version.policy == BASE_POLICY:
-            return served_base > 0 and version.version not in kept
-        return version in retired
-
-    return [path for path, version in on_disk.items() if may_leave(version)]
-
-
-def _size_bytes(path: Path) -> int:
+def size_bytes(path: Path) -> int:
+    """Return the bytes of a version's files."""
     with contextlib.suppress(OSError):  # another replica may be removing it
         return sum(file.stat().st_size for file in path.iterdir())
     return 0

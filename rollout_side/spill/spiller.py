@@ -11,14 +11,16 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, is_adapter
-from rollout_side.spill.files import read_into
-from rollout_side.spill.folder import SpillFolder, superseded
+from rollout_side.spill.files import Link, read_into
+from rollout_side.spill.folder import SpillFolder, size_bytes
+from rollout_side.spill.listing import SpillListing, link_of
 from rollout_side.waits import read_within
 from weft_rl.contract.errors import (
     CapacityError,
@@ -141,15 +143,32 @@ class Spiller:
                 _log.exception("spilling failed, and is tried again")
 
     def _tidy(self, order: SpillOrder, retired: set[PolicyVersion]) -> None:
-        for path in superseded(
-            self._folder.complete(),
+        listing = self._folder.listing()
+        links = (self._link_of(version, listing) for version in order.keep)
+        for path in listing.superseded(
             retired=retired - set(order.keep),
             served_base=order.served_base if order.serves_all else 0,
             base_copies=self._num_copies,
+            parents=[link.parent for link in links if link is not None],
         ):
             self._folder.remove(path)
             _log.info("removed %s", path)
         self._list()
+
+    def _link_of(self, version: PolicyVersion, listing: SpillListing) -> Link | None:
+        """Return the changes that a version can be written as; None if it is to be whole, is there,
+        or is not held any more."""
+        try:
+            copy = self._store.held(version)
+        except NotFoundError:
+            return None
+        if not copy.changes:
+            return None
+        usable = [path for path in listing.versions if self._is_usable(path, listing)]
+        if self._folder.place_of(version, copy.content_digest) in usable:
+            return None
+        link = link_of(copy, listing, usable, size_bytes)
+        return link if link and self._folder.has_room(link.num_bytes) else None
 
     def _write_all(self, order: SpillOrder) -> None:
         for version in order.keep:
@@ -173,23 +192,34 @@ class Spiller:
         """Write a version unless it is there; return whether it was written now."""
         copy = self._store.held(version)
         entry = self._store.adapter(version) if is_adapter(version) else None
-        place = self._folder.place_of(version, copy.content_digest)
-        if place.name in self._refused:
+        place, listing = self._folder.place_of(version, copy.content_digest), self._folder.listing()
+        chain, is_there = listing.chain_of(place), place in listing.versions
+        if place.name in self._refused or (is_there and not chain) or self._is_refused(chain):
             self._folder.remove(place)
-        elif place.exists():
+        elif is_there:
+            copy.changes.clear()
             return False
-        began = time.monotonic()
+        began, link = time.monotonic(), self._link_of(version, listing)
         config_json = entry.config_json if entry else ""
-        if not self._folder.write(copy, config_json, going_on=lambda: self._is_held(copy)):
+        if not self._folder.write(
+            copy, config_json, going_on=lambda: self._is_held(copy), link=link
+        ):
             return False
         self._refused.pop(place.name, None)
-        for path, held in self._folder.complete().items():
-            if held == version and path != place:  # of a former catalog
+        copy.changes.clear()
+        listing = self._folder.listing()
+        if not (chain := listing.chain_of(place)):  # what it follows from was removed meanwhile
+            self._folder.remove(place)
+            return False
+        for path, held in listing.versions.items():
+            if held == version and path not in chain:  # of a former catalog
                 self._folder.remove(path)
         _log.info(
-            "spilled %s: %d bytes in %.3f s",
+            "spilled %s: %s in %.3f s",
             version,
-            copy.manifest.total_bytes,
+            f"{copy.manifest.total_bytes} bytes"
+            if link is None
+            else f"{link.num_bytes} bytes of changes of {link.parent.name}",
             time.monotonic() - began,
         )
         return True
@@ -202,10 +232,10 @@ class Spiller:
             return False
 
     def _list(self) -> None:
-        now = time.monotonic()
         found: dict[PolicyVersion, list[bytes]] = {}
-        for path, version in self._folder.complete().items():
-            if now >= self._refused.get(path.name, 0.0) and not self._hangs(path.name):
+        listing = self._folder.listing()
+        for path, version in listing.versions.items():
+            if self._is_usable(path, listing):
                 found.setdefault(version, []).append(self._folder.digest_of(path))
         ordered = sorted(found, key=lambda v: (v.policy != BASE_POLICY, -v.version, v.policy))
         self.copies = tuple(
@@ -213,6 +243,16 @@ class Spiller:
             for version in ordered[:MAX_LISTED]
             for digest in sorted(found[version])
         )
+
+    def _is_usable(self, path: Path, listing: SpillListing) -> bool:
+        """Return whether all that a version is read from is there, and not refused."""
+        chain = listing.chain_of(path)
+        hangs = any(self._hangs(each.name) for each in chain)
+        return bool(chain) and not hangs and not self._is_refused(chain)
+
+    def _is_refused(self, chain: Sequence[Path]) -> bool:
+        now = time.monotonic()
+        return any(now < self._refused.get(each.name, 0.0) for each in chain)
 
     # -- reading, on a thread for each ----------------------------------------------
 
@@ -300,16 +340,17 @@ class Spiller:
     def _read(self, restore: _SpillReader, layout_digest: bytes) -> None:
         place, version, began = restore.place, restore.version, time.monotonic()
         try:
-            if not place.exists():
+            chain = self._folder.listing().chain_of(place)
+            if not chain:
                 self._refuse(version, float("inf"))  # the listed files are of another catalog
                 raise NotFoundError(f"{place} does not exist")
             manifest = self._folder.manifest(place)
             restore.note_progress()
             if manifest.layout_digest != layout_digest:
                 raise DigestMismatchError("its layout is another one")
-            self._stage(restore, manifest)
+            self._stage(restore, manifest, chain)
         except (InvalidManifestError, DigestMismatchError) as error:
-            self._refuse(version, float("inf"))
+            self._refuse(version, float("inf"), chain)
             raise DigestMismatchError(
                 f"{place} is not the committed {version}: {error.message}"
             ) from error
@@ -320,7 +361,7 @@ class Spiller:
             ) from error
         _log.info("read %s from %s in %.3f s", version, place, time.monotonic() - began)
 
-    def _stage(self, restore: _SpillReader, manifest: Manifest) -> None:
+    def _stage(self, restore: _SpillReader, manifest: Manifest, chain: Sequence[Path]) -> None:
         transfer_id, version = restore.transfer_id, restore.version
         segment = self._store.reserve(
             transfer_id,
@@ -329,7 +370,7 @@ class Spiller:
             on_progress=restore.note_progress,
         )
         try:
-            found = read_into(restore.place, manifest, segment.data, restore.note_progress)
+            found = read_into(chain, manifest, segment.data, restore.note_progress)
             if found != restore.content_digest:
                 raise DigestMismatchError(
                     f"its tensors have digest {found.hex()}, not {restore.content_digest.hex()}"
@@ -343,11 +384,12 @@ class Spiller:
         if restore.outcome.done():  # it was given up meanwhile, so nobody would commit it
             self._store.discard(transfer_id)
 
-    def _refuse(self, version: PolicyVersion, seconds: float) -> None:
-        """Stop listing a version for ``seconds``, unless it is written anew."""
+    def _refuse(self, version: PolicyVersion, seconds: float, chain: Collection[Path] = ()) -> None:
+        """Stop listing a version for ``seconds``, unless it is written anew; and all that it was
+        read from, of which any may be damaged."""
         until = time.monotonic() + seconds
         with contextlib.suppress(OSError):
-            for path, held in self._folder.complete().items():
-                if held == version:
+            for path, held in self._folder.listing().versions.items():
+                if held == version or path in chain:
                     self._refused[path.name] = max(until, self._refused.get(path.name, 0.0))
             self._list()

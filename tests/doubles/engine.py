@@ -126,6 +126,7 @@ class EngineDouble:
             self.folder = SpillFolder(spill, self.reference.fingerprint)
             self.folder.open()
             self.spiller = Spiller(self.store, self.folder, base_copies)
+            self.store.writes_copies = True
         self.base: dict[str, torch.Tensor] = dict(weights)
         self._files = {name: tensor.clone() for name, tensor in weights.items()}
         self.refused_aliases = AliasRefusals()

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import TinyModels
 from tests.e2e.replicas import (
@@ -42,6 +43,17 @@ def _wait_spilled(target: str, *versions: str) -> None:
     until(lambda: spilled() == list(versions), _SPILL_SECONDS, every_seconds=0.1, why=spilled)
 
 
+def _almost(checkpoint: Path, directory: Path) -> Path:
+    """A checkpoint that differs from another one in a few elements."""
+    shutil.copytree(checkpoint, directory)
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        tensor.view(-1)[:3] += 0.25
+    save_file(tensors, file, {"format": "pt"})
+    return directory
+
+
 def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
     tmp_path: Path, qwen2_tied: TinyModels, referee: Referee
 ) -> None:
@@ -54,11 +66,17 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         first = start_replica(tmp_path, target, "replica-0", tiny.base, *args, options=options)
         stack.callback(first.stop)
         url = answering_url(first)
-        with Publisher(target, trainer_id="trainer", timeout_seconds=60) as publisher:
-            publisher.push_base(tiny.other)
+        with Publisher(
+            target, trainer_id="trainer", timeout_seconds=60, delta="always"
+        ) as publisher:
+            publisher.push_base(_almost(tiny.other, tmp_path / "almost"))
+            first_answer = ask(url, MODEL_NAME)
+            _wait_spilled(target, "base@1")
+            assert publisher.push_base(tiny.other).report.delta.is_delta
             publisher.push_adapter(tiny.adapters[0], "math")
         answers = {model: ask(url, model) for model in models}
-        _wait_spilled(target, "base@1", "math@1")
+        _wait_spilled(target, "base@1", "base@2", "math@1")
+        assert len(list((tmp_path / "spill").glob("*/base@2.*/weft.changes"))) == 1
         processes = members(first.pid)
         assert len(processes) > 2  # the engine's, and its worker's
         os.kill(first.pid, signal.SIGKILL)
@@ -70,8 +88,8 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         stack.callback(again.stop)
         url = answering_url(again)
         replica = wait_ready(target, "replica-0", url)
-        assert replica.version_vector.base == 1
-        assert list(replica.report.retained_base_versions) == [1]
+        assert replica.version_vector.base == 2
+        assert list(replica.report.retained_base_versions) == [2]
         for model in models:
             tokens, logprobs, version = ask(url, model)
             assert (tokens, version) == (answers[model][0], answers[model][2])
@@ -92,8 +110,12 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
     (base,) = (tmp_path / "spill").glob("*/base@1.*")
     checkpoint = Path(shutil.copytree(base, tmp_path / "checkpoint"))
     shutil.copy(tiny.other / "config.json", checkpoint)
-    for model, peft in ((MODEL_NAME, None), ("math@1", adapter)):
-        tokens, logprobs, _ = answers[model]
+    for directory, answer, peft in (
+        (checkpoint, first_answer, None),
+        (tiny.other, answers[MODEL_NAME], None),
+        (tiny.other, answers["math@1"], adapter),
+    ):
+        tokens, logprobs, _ = answer
         ids = [int(token.removeprefix("token_id:")) for token in tokens]
-        expected = referee.logprobs(checkpoint, PROMPT, ids, peft)
+        expected = referee.logprobs(directory, PROMPT, ids, peft)
         assert logprobs == pytest.approx(expected, abs=_MAX_ERROR)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 import rollout_side.spill.folder as spill_folder
@@ -130,6 +131,49 @@ def test_a_whole_pool_comes_back_by_itself(
     assert same(late.base, weights(Model(5)))
     with trainer(pool) as publisher:
         assert str(publisher.push_adapter(adapters["math@1"], "math").version) == "math@3"
+
+
+def wide(seed: int) -> Model:
+    """A model of which changes are a small part."""
+    model = Model(seed)
+    model.wide = torch.nn.Linear(300, 400)
+    return model
+
+
+def test_deltas_are_spilled_as_such_and_a_restart_reads_them(pool: Pool, tmp_path: Path) -> None:
+    def engine() -> EngineDouble:
+        spill = SpillSettings(
+            directory=str(tmp_path / "a"), capacity_bytes=2**26, owner="replica-0"
+        )
+        return EngineDouble(weights(wide(0)), base_copies=1, spill=spill)
+
+    pool.add_replica("replica-0", engine())
+    model, names = wide(5), list[str]()
+    with trainer(pool, delta="always") as publisher:
+        for number in range(1, 6):
+            with torch.no_grad():
+                model.wide.weight[number, 7] += 1
+            report = publisher.push_base(model).report
+            assert report.delta.is_delta is (number > 1)
+            names.append(f"base@{number}")
+            until(lambda: spilled(pool, "replica-0") == names)
+        sizes = {
+            path.name.partition(".")[0]: sum(file.stat().st_size for file in path.iterdir())
+            for path in (tmp_path / "a").glob("*/*")
+        }
+        assert max(sizes, key=sizes.__getitem__) == "base@1"
+        assert sorted(sizes.values())[-2] < sizes["base@1"] / 10
+        pool.remove_replica("replica-0")
+        again = engine()
+        pool.add_replica("replica-0", again)
+        until(lambda: is_ready(pool, "replica-0"))
+        assert same(again.base, weights(model))
+        with torch.no_grad():
+            model.wide.weight[9, 9] += 1
+        assert publisher.push_base(model).report.delta.is_delta, "of what was restored"
+        assert same(again.base, weights(model))
+        until(lambda: spilled(pool, "replica-0") == [*names, "base@6"])
+    assert len(list((tmp_path / "a").glob("*/*/weft.changes"))) == 5
 
 
 def test_a_corrupt_version_is_refused_and_nothing_changes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, StagedVersion, bucket_starts, tensors_in
+from rollout_side.receive import delta_transfer
 from rollout_side.receive.delta_transfer import DeltaTransfer
+from rollout_side.spill.files import Link, read_into, read_manifest, write_changes, write_version
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -228,6 +231,46 @@ def test_what_is_staged_is_what_all_elements_would_make(cut: Cut, lent: bool) ->
     replica.store.keep_base("t1")
     assert transfer.num_verified == 0
     assert replica.store.retained_bases() == (2,)
+
+
+@pytest.mark.parametrize("cut", [whole, joined, in_columns])
+def test_what_is_written_to_disk_is_kept_as_it_came(
+    cut: Cut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_transfer, "KEPT_SHARE", 0.1)  # ten times its bytes: it is tiny
+    old = values(1)
+    new, replica = changed(old), Replica(old)
+    replica.store.writes_copies = True
+    made = delta(replica.manifest, old, new, cut)
+    transfer = replica.prepared(made.plan)
+    replica.receive(transfer, made.wires)
+    transfer.finish(lambda: None)
+    replica.store.keep_base("t1")
+    held = replica.store.held(PolicyVersion("base", 2))
+    (parent, own) = (tmp_path / "base@1", tmp_path / "base@2")
+    for directory in (parent, own):
+        directory.mkdir()
+    write_version(parent, replica.held, "", "f", going_on=lambda: True)
+    write_changes(own, held, Link(parent, held.changes), "f", going_on=lambda: True)
+    data = torch.empty(replica.manifest.wire_bytes, dtype=torch.uint8)
+    assert read_into([parent, own], read_manifest(own), data, lambda: None) == digest_of(new)
+    assert same([tensor for _, tensor in tensors_in(replica.manifest, data)], new)
+
+
+@pytest.mark.parametrize(("writes", "share"), [(False, 0.1), (True, 100)])
+def test_changes_are_not_kept_where_none_are_written_or_they_are_many(
+    writes: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_transfer, "KEPT_SHARE", share)
+    old = values(1)
+    new, replica = changed(old), Replica(old)
+    replica.store.writes_copies = writes
+    made = delta(replica.manifest, old, new, whole)
+    transfer = replica.prepared(made.plan)
+    replica.receive(transfer, made.wires)
+    staged = replica.store.staged("t1", transfer.finish(lambda: None))
+    assert isinstance(staged, StagedVersion)
+    assert staged.changes == []
 
 
 def test_its_switch_is_prepared_before_it_is_staged() -> None:

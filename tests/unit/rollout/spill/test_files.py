@@ -38,7 +38,10 @@ def digest_of(directory: Path) -> bytes:
     """As a restore would, into memory that held something else before."""
     manifest = read_manifest(directory)
     return read_into(
-        directory, manifest, torch.full((manifest.wire_bytes,), 7, dtype=torch.uint8), lambda: None
+        [directory],
+        manifest,
+        torch.full((manifest.wire_bytes,), 7, dtype=torch.uint8),
+        lambda: None,
     )
 
 

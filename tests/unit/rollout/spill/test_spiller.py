@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,81 +14,14 @@ import pytest
 
 import rollout_side.spill.files as spill_files
 import rollout_side.spill.folder as spill_folder
-from rollout_side.engine import SpillOrder
-from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill import spiller
-from rollout_side.spill.folder import SpillFolder, SpillSettings, superseded
-from rollout_side.spill.spiller import Spiller
-from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
+from rollout_side.spill.folder import SpillFolder
+from rollout_side.spill.listing import SpillListing
+from tests.unit.rollout.spill.held_versions import BASE, CONFIG, held
+from tests.unit.rollout.spill.workers import Worker, listed, parsed
 from tests.waits import until
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, NotReadyError
-from weft_rl.contract.names import PolicyVersion
-
-
-def parsed(*versions: str) -> tuple[PolicyVersion, ...]:
-    return tuple(map(PolicyVersion.parse, versions))
-
-
-def listed(spiller: Spiller) -> tuple[PolicyVersion, ...]:
-    """Versions whose copies it knows of, in order."""
-    return tuple(dict.fromkeys(copy.version for copy in spiller.copies))
-
-
-class Worker:
-    """A store with a spiller, as on the receiving rank."""
-
-    def __init__(
-        self, directory: Path, owner: str, retain: int = 2, capacity_bytes: int = 2**26
-    ) -> None:
-        self.store = WorkerStore(2**26, 2**26, retain)
-        spill = SpillSettings(directory=str(directory), owner=owner, capacity_bytes=capacity_bytes)
-        self.folder = SpillFolder(spill, FINGERPRINT)
-        self.folder.open()
-        self.spiller = Spiller(self.store, self.folder, retain)
-
-    def hold(self, version: str) -> StagedVersion:
-        copy = held(version, BASE)
-        self.store.reserve(copy.transfer_id, copy.manifest.wire_bytes, adapter=False)
-        self.store.put_staged(copy)
-        if copy.version.policy == "base":
-            self.store.keep_base(copy.transfer_id)
-        else:
-            self.store.keep_adapter(copy.transfer_id, CONFIG)
-        return copy
-
-    def follow(self, *keep: str, **fields: Any) -> None:
-        self.spiller.follow(SpillOrder(keep=parsed(*keep), **fields))
-
-    def look(self) -> None:
-        """List the copies that are in the directory now."""
-        self.spiller._list()
-
-    def lists(self, *versions: str) -> None:
-        until(lambda: set(listed(self.spiller)) == set(parsed(*versions)))
-
-    def restore(self, copy: StagedVersion, transfer_id: str = "t-back") -> None:
-        self.spiller.restore(
-            transfer_id, copy.version, copy.content_digest, copy.manifest.layout_digest
-        )
-        until(lambda: self.spiller.restored(transfer_id))
-
-    @property
-    def names(self) -> set[str]:
-        return {path.name.rpartition(".")[0] or path.name for path in self.folder.path.iterdir()}
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    workers: list[Worker] = []
-
-    def make(owner: str = "r0", **options: Any) -> Worker:
-        workers.append(Worker(tmp_path, owner, **options))
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.spiller.close()
 
 
 def test_what_is_held_is_written_and_a_new_process_reads_it(start: Callable[..., Worker]) -> None:
@@ -112,23 +45,6 @@ def test_what_is_held_is_written_and_a_new_process_reads_it(start: Callable[...,
         assert staged.manifest == copy.manifest
         for (name, left), (_, right) in zip(staged.tensors(), copy.tensors(), strict=True):
             assert left.equal(right), name
-
-
-@pytest.mark.parametrize(
-    ("on_disk", "served", "retain", "gone"),
-    [
-        ("base@1 base@2 base@3", 3, 1, "base@1 base@2"),
-        ("base@1 base@2 base@3", 3, 2, "base@1"),
-        ("base@1 base@2", 3, 1, "base@1 base@2"),
-        ("base@1 base@2 base@3", 1, 1, "base@2"),
-        ("base@1 base@2 base@3", 0, 1, ""),
-        ("math@1 math@2 code@1", 3, 1, "math@1"),
-    ],
-)
-def test_which_may_leave(on_disk: str, served: int, retain: int, gone: str) -> None:
-    there = {Path(name): PolicyVersion.parse(name) for name in on_disk.split()}
-    found = superseded(there, retired=parsed("math@1"), served_base=served, base_copies=retain)
-    assert " ".join(map(str, found)) == gone
 
 
 def test_retired_and_superseded_versions_leave(start: Callable[..., Worker]) -> None:
@@ -189,9 +105,9 @@ def test_what_a_crash_left_is_never_a_version_and_is_taken_over_in_time(
     then = time.time() - age_seconds
     for path in (*partial.iterdir(), partial):
         os.utime(path, (then, then))
-    assert not worker.folder.complete()
+    assert not worker.folder.listing().versions
     assert worker.folder.write(copy, "", going_on=lambda: True) is is_taken_over
-    assert bool(worker.folder.complete()) is is_taken_over
+    assert bool(worker.folder.listing().versions) is is_taken_over
     assert partial.exists() is not is_taken_over
 
 
@@ -238,7 +154,7 @@ def test_a_write_that_was_taken_over_publishes_nothing(
 
     monkeypatch.setattr(spill_folder, "write_version", slow)
     assert not worker.folder.write(copy, "", going_on=lambda: True)
-    assert not worker.folder.complete()
+    assert not worker.folder.listing().versions
 
 
 def test_a_full_disk_leaves_nothing_and_is_tried_again(
@@ -308,7 +224,7 @@ def test_a_damaged_version_is_refused_not_listed_and_written_anew(
     copy = worker.hold("math@1")
     worker.follow("math@1")
     worker.lists("math@1")
-    (path,) = worker.folder.complete()
+    (path,) = worker.folder.listing().versions
     weights = path / "adapter_model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -350,7 +266,9 @@ def test_a_version_of_another_catalog_gives_way_to_the_one_that_is_served(
     assert listed(worker.spiller) == (), "it is of no use here"
     worker.follow("math@1")
     worker.lists("math@1")
-    assert [p.name for p in worker.folder.complete()] == [f"math@1.{copy.content_digest.hex()}"]
+    assert [p.name for p in worker.folder.listing().versions] == [
+        f"math@1.{copy.content_digest.hex()}"
+    ]
 
 
 # -- disks that hang, and names that are none ---------------------------------------------------
@@ -416,13 +334,13 @@ def test_a_directory_that_hangs_does_not_keep_a_worker_from_starting(
 ) -> None:
     monkeypatch.setattr(spiller, "STALL_SECONDS", 0.1)
     go_on = threading.Event()
-    real = SpillFolder.complete
+    real = SpillFolder.listing
 
-    def complete(folder: SpillFolder) -> dict[Path, PolicyVersion]:
+    def listing(folder: SpillFolder) -> SpillListing:
         go_on.wait(10)
         return real(folder)
 
-    monkeypatch.setattr(SpillFolder, "complete", complete)
+    monkeypatch.setattr(SpillFolder, "listing", listing)
     worker = start()
     assert listed(worker.spiller) == ()
     copy = worker.hold("math@1")
