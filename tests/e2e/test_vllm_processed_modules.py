@@ -18,6 +18,7 @@ from torch import nn
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading import prepared_load
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
 from rollout_side.vllm_engine.loading.prepared_load import prepare_load
@@ -289,6 +290,7 @@ def stepped(version: StagedVersion, *changed: tuple[str, int, float]) -> StagedV
     return copy
 
 
+@pytest.mark.parametrize("share", [1, prepared_load.WHOLE_SHARE])
 @pytest.mark.parametrize("method", [Quantising, Overwriting])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -307,7 +309,10 @@ def test_what_is_prepared_beside_the_weights_makes_what_a_reload_makes(
     layout: str,
     changed: tuple[tuple[str, int, float], ...],
     num_parts: int,
+    share: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(prepared_load, "WHOLE_SHARE", share)  # 1: by words, as far as any is left
     first = staged(1, LAYOUTS[layout])
     second = stepped(first, *changed)
     expected = reload(make(method), second)
@@ -324,7 +329,11 @@ def test_what_is_prepared_beside_the_weights_makes_what_a_reload_makes(
     assert len(called) == len(first.manifest.buckets)
     assert prepared.num_parts == num_parts
     assert (prepared.num_bytes > 0) is (num_parts > 0)
-    prepared.write()
+    torch.use_deterministic_algorithms(True)  # as a plugin may set
+    try:
+        prepared.write()
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert same(model.values(), expected)
     assert plan.holds(second.segment.data)
     if num_parts:

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 #: A tensor is written whole where one word in so many has changed: each takes that of its place,
 #: too. Where the scale of a quantised one has changed, nearly all have.
-_WHOLE_SHARE = 16
+WHOLE_SHARE = 16
 
 
 class _ChangedPart(NamedTuple):
@@ -28,19 +28,19 @@ class _ChangedPart(NamedTuple):
 
     target: torch.Tensor
     """View of it; see ``_words``."""
-    places: torch.Tensor | None
-    """int64, the numbers of the words; None for all."""
+    places: tuple[torch.Tensor, ...] | None
+    """int64, the indices of the words in each dimension; None for all."""
     new: torch.Tensor
 
     @property
     def num_bytes(self) -> int:
-        return self.new.nbytes + (0 if self.places is None else self.places.nbytes)
+        return self.new.nbytes + sum(indices.nbytes for indices in self.places or ())
 
     def write(self) -> None:
         if self.places is None:
             self.target.copy_(self.new, non_blocking=True)
         else:
-            self.target.put_(self.places, self.new)
+            self.target[self.places] = self.new  # in whatever mode of torch: no place comes twice
 
 
 class PreparedLoad:
@@ -110,12 +110,13 @@ def prepare_load(
 
 def _changed(target: torch.Tensor, source: torch.Tensor) -> _ChangedPart | None:
     held, new = _words(target, source)
-    places = (held != new).reshape(-1).nonzero().view(-1)
-    if not places.numel():
+    places = (held != new).nonzero(as_tuple=True)
+    num_changed = places[0].numel()
+    if not num_changed:
         return None
-    if places.numel() * _WHOLE_SHARE > held.numel():
+    if num_changed * WHOLE_SHARE > held.numel():
         return _ChangedPart(held, None, new.clone())
-    return _ChangedPart(held, places, new.take(places))
+    return _ChangedPart(held, places, new[places])
 
 
 def _words(target: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
