@@ -131,7 +131,7 @@ class DeltaSelection:
 
     def usage(self, plan: PushPlan, transfer: pb.Transfer) -> DeltaUsage:
         """Return the cost and gain of a push's delta, for its report."""
-        push, memory_bytes = plan.push, self.copy.num_bytes if self.copy else 0
+        push, memory_bytes = plan.push, self.copy.memory_bytes if self.copy else 0
         if self._is_delta:
             seconds = push.compared.seconds if isinstance(push, DeltaPush) else 0.0
             num_whole = len(transfer.whole_replica_ids)

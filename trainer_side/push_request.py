@@ -397,7 +397,8 @@ class DeltaUsage:
     comparing_seconds: float = 0.0
     """Time in which this rank compared and coded what it sends."""
     memory_bytes: int = 0
-    """Memory of the copy that this rank compares with, in the served dtype."""
+    """Memory of the copy that this rank compares with, in the served dtype, and of what is kept
+    with it to compare in."""
     whole_reason: str = ""
     """Reason why all elements were sent, to all replicas or, beside a delta, to some; empty for a
     delta, an adapter, and with "never"."""

@@ -62,6 +62,7 @@ class CommittedCopy:
         self._num_put = 0
         self._written: torch.cuda.Event | None = None
         self._packer: Packer | None = None
+        self._small: torch.Tensor | None = None
         self._following: OwnThread[None] | None = None
         self._totals: list[int] = []
         wires = [packing.plan.buckets[i] for i in packing.plan.sent_by(packing.sender)]
@@ -105,6 +106,25 @@ class CommittedCopy:
         if self._packer is None:
             self._packer = Packer(self.packing, device=device, most_buffers=NUM_COMPARED)
         return self._packer
+
+    def group_memory(self, device: torch.device) -> Sequence[torch.Tensor]:
+        """Return memory that neighbours are put together in, uint8, kept with the copy: as large as
+        buckets, or where there is no room for that, as the largest tensor."""
+        try:
+            return self.packer(device).buffers
+        except torch.OutOfMemoryError as error:
+            _log.warning("tensors are compared by fewer at a time, which is slower: %s", error)
+            largest = max(align_up(slot.meta.num_bytes) for slot in self.packing.manifest.tensors)
+            if self._small is None:
+                self._small = torch.empty(largest, dtype=torch.uint8, device=device)
+            return [self._small]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the copy, and of what is kept with it to compare in."""
+        kept = [] if self._packer is None else [*self._packer.buffers]
+        kept += [] if self._small is None else [self._small]
+        return self.num_bytes + sum(buffer.numel() for buffer in kept)
 
     def payload(self, nth: int) -> torch.Tensor:
         """Return the payload of a bucket of this rank, uint8: the copy itself, to be read on the

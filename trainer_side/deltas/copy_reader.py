@@ -108,7 +108,7 @@ class _Group:
     slots: list[TensorSlot]
     first: int
     new: torch.Tensor
-    """Memory of a bucket's size that begins with their new elements, as they lie there."""
+    """Memory that begins with their new elements, as they lie there."""
     num_bytes: int = 0
 
     @property
@@ -117,11 +117,12 @@ class _Group:
         return self.slots[0].offset_bytes
 
     def goes_on_with(self, index: int, slot: TensorSlot) -> bool:
-        """Return whether a tensor is the next one in the bucket."""
+        """Return whether a tensor is the next one in the bucket, and there is memory for it."""
         return (
             index == self.first + len(self.slots)
             and slot.bucket == self.slots[0].bucket
             and slot.offset_bytes == self.begin_bytes + self.num_bytes
+            and self.num_bytes + align_up(slot.meta.num_bytes) <= self.new.numel()
         )
 
 
@@ -131,7 +132,7 @@ class _GroupReader(_OwnReader):
 
     def __init__(self, copy: CommittedCopy, device: torch.device, *, finite: bool) -> None:
         super().__init__(copy, device, finite=finite)
-        self._free = deque(copy.packer(device).buffers)
+        self._free = deque(copy.group_memory(device))
         self._open: _Group | None = None
         self._begun = deque[tuple[_Group, Callable[[], EncodedChanges]]]()
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tests.unit.trainer.deltas.test_delta_push import BASE, changed, copied, made, push_of, send
+from trainer_side.deltas import committed_copy
 from trainer_side.deltas import copy_reader as readers
 from trainer_side.deltas.copy_reader import CopyReader, copy_reader
+from trainer_side.packing.packer import Packer
 from weft_rl.contract.errors import NotFiniteError
+from weft_rl.contract.manifest import align_up
 from weft_rl.contract.tensors import DataType
 from weft_rl.transport.group import CPU
 from weft_rl.transport.wire.changes import encode_changes
@@ -24,10 +27,16 @@ def read(reader: CopyReader, tensors: list[torch.Tensor], order: list[int]) -> N
         memory.zero_()
 
 
-@pytest.fixture(params=["by the host", "in groups"])
+def no_room(*args: object, **options: object) -> Packer:
+    raise torch.OutOfMemoryError("there is no room for a bucket")
+
+
+@pytest.fixture(params=["by the host", "in groups", "in small groups"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "in groups":
+    if request.param != "by the host":
         monkeypatch.setattr(readers, "has_host_coder", lambda device: False)
+    if request.param == "in small groups":
+        monkeypatch.setattr(committed_copy, "Packer", no_room)
     kind: str = request.param
     return kind
 
@@ -60,6 +69,21 @@ def test_changes_are_those_of_whole_buckets(seed: int | None, served: DataType |
     for nth, (own, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(own.payload, other.payload)
         assert torch.equal(copy.payload(nth), wanted.payload(nth))
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_memory_of_groups_is_reported(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "has_host_coder", lambda device: False)
+    copy = copied(made(1))
+    assert copy.memory_bytes == copy.num_bytes
+    if not has_room:
+        monkeypatch.setattr(committed_copy, "Packer", no_room)
+    for _ in range(2):  # it is kept for the next push
+        copy_reader(copy, CPU, finite=False, compares=True)
+        largest = max(slot.meta.num_bytes for slot in copy.packing.manifest.tensors)
+        payloads = [wire.payload_bytes for wire in copy.packing.plan.buckets]
+        kept = copy.memory_bytes - copy.num_bytes
+        assert kept >= 2 * max(payloads) if has_room else kept == align_up(largest)
 
 
 @pytest.mark.usefixtures("kind")
