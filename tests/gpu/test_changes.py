@@ -108,7 +108,7 @@ def put(data: torch.Tensor, payload: torch.Tensor, case: Case, places: Sequence[
 
 def wanted_code(wanted: EncodedChanges) -> change_kernels.CodedChanges:
     """Return what the kernels are to say of a bucket, by the specification."""
-    _, num_changes, sums, head_bytes, used_bytes = wanted
+    _, num_changes, sums, head_bytes, used_bytes, _ = wanted
     return change_kernels.CodedChanges(used_bytes, num_changes, sums, head_bytes)
 
 
@@ -133,6 +133,10 @@ def check_case(seed: int, device: torch.device, *, max_elements: int = 40000) ->
     there, again_in = old.to(device), torch.zeros_like(room)
     assert change_kernels.are_aligned(there, lying, runs, itemsizes)
     assert change_kernels.encode(there, lying, runs, itemsizes, again_in) == got
+    assert torch.equal(again_in[:size], payload), seed
+    cut = sum(run.payload_bytes(size) for run, size in zip(runs[:1], itemsizes, strict=False))
+    several = [there[:cut].clone(), there[cut:].clone()]
+    assert change_kernels.encode(several, lying, runs, itemsizes, again_in.zero_()) == got
     assert torch.equal(again_in[:size], payload), seed
     too_small = torch.empty(max(256, size - 256), dtype=torch.uint8, device=device)
     if too_small.numel() < size:

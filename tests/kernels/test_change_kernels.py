@@ -20,7 +20,11 @@ import torch
 from rollout_side.memory import served_delta
 from tests.gpu.test_changes import check_case
 from tests.unit.rollout.memory.test_served_delta import Engine, changed, same
-from weft_rl.transport.wire import change_kernels
+from tests.unit.trainer.deltas.test_delta_push import BASE, copied, push_of, send
+from trainer_side.deltas import delta_push
+from trainer_side.deltas.delta_push import DeltaPush, compare, delta_packing
+from weft_rl.transport.wire import change_kernels, changes
+from weft_rl.transport.wire.changes import join_changes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CPU = torch.device("cpu")
@@ -75,6 +79,36 @@ def test_small_runs(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_runs_of_several_blocks(seed: int) -> None:
     check_case(seed, CPU)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_buckets_are_compared_together(is_dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each by itself, where more of them has changed than usually."""
+    torch.manual_seed(3)
+    old = {f"{n:02}.weight": torch.randn(30 + n, 9) for n in range(20)}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for tensor in new.values():
+        tensor.view(-1)[:: 1 if is_dense else 600] *= -1.5
+    copy, push = copied(old), push_of(new)
+    by_torch = compare(push, copy, CPU, finite=False)
+    for module in (changes, delta_push):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    monkeypatch.setattr(changes, "has_host_coder", lambda device: False)
+    found = compare(push, copy, CPU, finite=False)
+    assert push.packing.runs is not None
+    num_buckets = len(push.packing.runs)
+    together = [1] * num_buckets if is_dense else [1, 8, 8, num_buckets - 17]
+    assert [each.num_buckets for each in found.coded] == together
+    assert join_changes(found.coded).equal(join_changes(by_torch.coded))
+    assert found.totals(copy) == by_torch.totals(copy)
+    assert sum(size > 0 for size in found.sizes) == len(found.joined)
+    assert len(found.sizes) == num_buckets
+    payloads, digests = send(push)
+    packing = delta_packing(push.packing, BASE, found.sizes)
+    delta = DeltaPush(push, packing, found, copy, 0.1)
+    assert send(delta)[1] == digests
+    delta.committed(BASE)
+    assert all(copy.payload(nth).equal(each) for nth, each in enumerate(payloads))
 
 
 def test_they_read_deltas_of_served_weights_one_after_the_other(

@@ -212,12 +212,13 @@ class CommittedCopy:
                 torch.cuda.current_stream(self._device).wait_event(is_coded)
             try:
                 for group in grouped(coded, most_bytes):
-                    begun.append(self._start_applying(range(nth, nth + len(group)), group))
-                    nth += len(group)
+                    end = nth + sum(part.num_buckets for part in group)
+                    begun.append(self._start_applying(range(nth, end), group))
+                    nth = end
                     if len(begun) == NUM_COMPARED:
                         begun.popleft()()
-                for end in begun:
-                    end()
+                for ended in begun:
+                    ended()
             finally:  # nothing that was begun reads what is freed, or writes after what comes next
                 if is_coded is not None:
                     torch.cuda.current_stream(self._device).synchronize()

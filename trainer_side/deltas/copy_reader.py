@@ -78,7 +78,8 @@ class _OwnReader:
         by_bucket = dict[int, list[EncodedChanges]]()
         for first, changes in sorted(self._changes.items()):
             by_bucket.setdefault(self._tensors[first].bucket, []).append(changes)
-        return [join_encoded(by_bucket[bucket]) for bucket in sorted(by_bucket)]
+        found = [join_encoded(by_bucket[bucket]) for bucket in sorted(by_bucket)]
+        return [changes._replace(num_buckets=1) for changes in found]
 
 
 class _PlainReader(_OwnReader):

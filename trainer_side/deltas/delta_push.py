@@ -6,13 +6,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from trainer_side.deltas.committed_copy import NUM_COMPARED, CommittedCopy
 from trainer_side.deltas.copy_reader import copy_reader
-from trainer_side.packing.packer import PackedBucket, PackedLayout, check_finite, resident
+from trainer_side.packing.packer import (
+    PackedBucket,
+    PackedLayout,
+    Packer,
+    check_finite,
+    resident,
+)
 from trainer_side.params.params import copy_into
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import RankSum
@@ -23,9 +31,11 @@ from weft_rl.transport.wire.changes import (
     EncodedChanges,
     are_comparable,
     grouped,
+    has_kernels,
     join_changes,
     joined_bytes,
     start_encoding,
+    start_encoding_several,
 )
 
 
@@ -34,7 +44,7 @@ class RankChanges:
     """Changes of the elements that a rank sends, as they were compared with its copy."""
 
     coded: Sequence[EncodedChanges]
-    """Changes of each of its wire buckets in a push of all elements."""
+    """Changes of its wire buckets in a push of all elements, in order: of one or of several."""
     most_bytes: int
     """Most bytes that those of several are joined to."""
     seconds: float
@@ -49,9 +59,11 @@ class RankChanges:
     def sizes(self) -> list[int]:
         """For each wire bucket of a push of all elements, the payload of the one that begins with
         its changes; 0 where they are joined to those before."""
-        return [
-            size for each in self.joined for size in (joined_bytes(each), *[0] * (len(each) - 1))
-        ]
+        sizes = list[int]()
+        for each in self.joined:
+            more = sum(part.num_buckets for part in each) - 1
+            sizes += [joined_bytes(each), *[0] * more]
+        return sizes
 
     @property
     def num_changes(self) -> int:
@@ -62,13 +74,18 @@ class RankChanges:
         """Return, for each tensor, the sum of its runs' digests once they are changed."""
         totals, runs = list(copy.totals), copy.packing.runs
         assert runs is not None
-        for own, each in zip(runs, self.coded, strict=True):
-            for run, change in zip(own, each.sums, strict=True):
-                totals[run.tensor] = (totals[run.tensor] + change) % 2**64
+        sums = (change for each in self.coded for change in each.sums)
+        for run, change in zip(chain.from_iterable(runs), sums, strict=True):
+            totals[run.tensor] = (totals[run.tensor] + change) % 2**64
         return totals
 
 
 NO_CHANGES = RankChanges((), 0, 0.0)
+
+#: Bytes, and buckets, that a GPU compares at once where they lie: each launch of kernels takes
+#: about a millisecond to begin. What changes of them must fit in one bucket.
+_TOGETHER_BYTES = 2**31
+_MOST_TOGETHER = 8
 
 
 def compare(
@@ -94,21 +111,33 @@ def compare(
     """
     began, packing = time.monotonic(), push.packing
     assert packing.runs is not None
-    coded, begun = list[EncodedChanges](), deque[Callable[[], EncodedChanges]]()
+    coded, begun = list[EncodedChanges](), deque[Callable[[], list[EncodedChanges]]]()
+    lying = list[_LyingBucket]()
+
+    def begin(start: Callable[[], Callable[[], list[EncodedChanges]]]) -> None:
+        if len(begun) == NUM_COMPARED:
+            coded.extend(begun.popleft()())
+        begun.append(start())
+
+    def begin_lying() -> None:
+        if lying:
+            begin(partial(_start_lying, [*lying]))
+            lying.clear()
+
     for nth, runs in enumerate(packing.runs):
         going_on()
-        if len(begun) == NUM_COMPARED:
-            coded.append(begun.popleft()())
-        old = copy.payload(nth).to(device, non_blocking=True)
-        new: torch.Tensor | Sequence[torch.Tensor] | None = None
-        if not finite:
-            new = _lying(push, old, runs)
-        if new is None:
-            new, slots = copy.packer(device).read(nth, push)
-            if finite:
-                check_finite(new, slots)
-        begun.append(start_encoding(old, new, runs, packing.itemsizes(runs)))
-    coded += [end() for end in begun]
+        sizes, old = packing.itemsizes(runs), copy.payload(nth).to(device, non_blocking=True)
+        bucket = None if finite else _lying(push, old, runs, sizes)
+        if bucket is not None:
+            lying.append(bucket)
+            # The first begins at once: a GPU does nothing before.
+            if not begun or _are_enough(lying):
+                begin_lying()
+            continue
+        begin_lying()
+        begin(partial(_start_packed, copy.packer(device), nth, push, old, sizes, finite=finite))
+    begin_lying()
+    coded += [changes for end in begun for changes in end()]
     push.end_packing()
     most = max(wire.payload_bytes for wire in packing.plan.buckets)
     return RankChanges(coded, most, time.monotonic() - began)
@@ -142,14 +171,69 @@ def read_into(
     return RankChanges(coded, most, time.monotonic() - began)
 
 
-def _lying(push: RankPush, old: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor] | None:
-    """Return a bucket's elements where they lie, if they can be compared there; else None."""
-    packing = push.packing
-    dtypes = torch_dtypes([packing.manifest.tensors[run.tensor].meta for run in runs])
+class _LyingBucket(NamedTuple):
+    """Bucket whose elements can be compared where they lie."""
+
+    old: torch.Tensor
+    new: Sequence[torch.Tensor]
+    runs: Sequence[Run]
+    sizes: Sequence[int]
+
+
+def _lying(
+    push: RankPush, old: torch.Tensor, runs: Sequence[Run], sizes: Sequence[int]
+) -> _LyingBucket | None:
+    """Return a bucket whose elements can be compared where they lie; else None."""
+    dtypes = torch_dtypes([push.packing.manifest.tensors[run.tensor].meta for run in runs])
     found = resident(push.by_reference(runs), dtypes)
-    if found is None or not are_comparable(old, found, runs, packing.itemsizes(runs)):
+    if found is None or not are_comparable(old, found, runs, sizes):
         return None
-    return found
+    return _LyingBucket(old, found, runs, sizes)
+
+
+def _are_enough(lying: Sequence[_LyingBucket]) -> bool:
+    """Return whether no more buckets are to be compared together: on the host none are."""
+    num_bytes = sum(bucket.old.numel() for bucket in lying)
+    is_large = num_bytes >= _TOGETHER_BYTES or len(lying) == _MOST_TOGETHER
+    return is_large or not has_kernels(lying[0].old.device)
+
+
+def _start_lying(buckets: Sequence[_LyingBucket]) -> Callable[[], list[EncodedChanges]]:
+    """Begin to compare buckets where they lie; several at once, on a GPU."""
+    if len(buckets) == 1:
+        end_one = start_encoding(*buckets[0])
+        return lambda: [end_one()]
+    end_together = start_encoding_several(
+        [bucket.old for bucket in buckets],
+        [own for bucket in buckets for own in bucket.new],
+        [run for bucket in buckets for run in bucket.runs],
+        [size for bucket in buckets for size in bucket.sizes],
+    )
+
+    def end() -> list[EncodedChanges]:
+        if (together := end_together()) is not None:
+            return [together]
+        return [start_encoding(*bucket)() for bucket in buckets]
+
+    return end
+
+
+def _start_packed(
+    packer: Packer,
+    nth: int,
+    push: RankPush,
+    old: torch.Tensor,
+    sizes: Sequence[int],
+    *,
+    finite: bool,
+) -> Callable[[], list[EncodedChanges]]:
+    """Pack a bucket, and begin to compare it."""
+    assert push.packing.runs is not None
+    new, slots = packer.read(nth, push)
+    if finite:
+        check_finite(new, slots)
+    end = start_encoding(old, new, push.packing.runs[nth], sizes)
+    return lambda: [end()]
 
 
 def delta_packing(whole: PackedLayout, base: bytes, sizes: Sequence[int]) -> PackedLayout:

@@ -57,6 +57,8 @@ class EncodedChanges(NamedTuple):
     """Bytes of the payload before the bodies."""
     used_bytes: int
     """Bytes of the payload before the zeros at its end."""
+    num_buckets: int = 1
+    """Wire buckets whose changes these are, together."""
 
 
 def joined_bytes(parts: Iterable[EncodedChanges]) -> int:
@@ -90,6 +92,7 @@ def join_encoded(parts: Sequence[EncodedChanges]) -> EncodedChanges:
         [total for part in parts for total in part.sums],
         sum(part.head_bytes for part in parts),
         sum(part.used_bytes for part in parts),
+        sum(part.num_buckets for part in parts),
     )
 
 

@@ -159,7 +159,7 @@ def are_aligned(
 
 
 def encode(
-    old: torch.Tensor,
+    old: torch.Tensor | Sequence[torch.Tensor],
     new: torch.Tensor | Sequence[torch.Tensor],
     runs: tuple[Run, ...],
     itemsizes: tuple[int, ...],
@@ -171,7 +171,7 @@ def encode(
 
 
 def start_encode(
-    old: torch.Tensor,
+    old: torch.Tensor | Sequence[torch.Tensor],
     new: torch.Tensor | Sequence[torch.Tensor],
     runs: tuple[Run, ...],
     itemsizes: tuple[int, ...],
@@ -185,20 +185,21 @@ def start_encode(
 
     Args:
         old: Dense payload, uint8, 1-D, contiguous, on a GPU where the kernels ``works``, beginning
-            at a multiple of ``ALIGN_BYTES`` of it.
+            at a multiple of ``ALIGN_BYTES`` of it; or those of several buckets, of which each run
+            lies in one.
         new: The same, or the elements of each run where they lie, if they ``are_aligned``. Not
             written to, nor freed, before it is done.
         runs, itemsizes: Runs that they hold, and the bytes of an element of each; 1, 2, 4 or 8.
         out: Receives the payload of changes: uint8, on that GPU, 1-D, contiguous, begun at a
             multiple of ``ALIGN_BYTES``.
     """
-    device = old.device
+    device = out.device
     tables = _tables(device, runs, itemsizes)
     num_runs, num_blocks = len(runs), tables.num_blocks
-    for memory in (old, out):
-        _check_memory(memory)
-    assert old.numel() >= tables.packed_bytes, (old.shape, tables.packed_bytes)
-    addresses = _addresses(device, _new_addresses(new, tables))
+    _check_memory(out)
+    olds = _old_addresses([old] if isinstance(old, torch.Tensor) else old, tables)
+    pairs = zip(olds, _new_addresses(new, tables), strict=True)
+    addresses = _addresses(device, tuple(pairs))
     room = out.numel() // ALIGN_BYTES * ALIGN_BYTES
     capacity = max((room - tables.bodies_at) // 4, 0)
     # One tensor, which is fetched at once: words and elements, then two sums a run.
@@ -211,7 +212,7 @@ def start_encode(
         begins = torch.empty(num_blocks, dtype=torch.int64, device=device)
         bodies = _memory(4 * capacity, device).view(torch.int32)
         _launch(
-            "encode", device, num_blocks, old, addresses, tables.runs, tables.owners, totals[2:],
+            "encode", device, num_blocks, addresses, tables.runs, tables.owners, totals[2:],
             headers, begins, bodies, totals, min(capacity, 2**31 - 1),
         )  # fmt: skip
         ends = (headers >> 48).bitwise_and_(0xFFFF).cumsum_(0)
@@ -395,6 +396,19 @@ def _tables(device: torch.device, runs: tuple[Run, ...], itemsizes: tuple[int, .
     return _Tables(rows.to(device), owners.to(device), tuple(rows[:, 0].tolist()), packed)
 
 
+def _old_addresses(olds: Sequence[torch.Tensor], tables: _Tables) -> list[int]:
+    """Return the address of each run's old elements."""
+    found, begin, num = list[int](), 0, len(tables.packed_at)
+    for old in olds:
+        _check_memory(old)
+        end = begin + old.numel()
+        while len(found) < num and (at := tables.packed_at[len(found)]) < end:
+            found.append(old.data_ptr() + at - begin)
+        begin = end
+    assert begin >= tables.packed_bytes, (begin, tables.packed_bytes)
+    return found
+
+
 def _new_addresses(new: torch.Tensor | Sequence[torch.Tensor], tables: _Tables) -> tuple[int, ...]:
     """Return the address of each run's new elements."""
     if isinstance(new, torch.Tensor):
@@ -405,7 +419,8 @@ def _new_addresses(new: torch.Tensor | Sequence[torch.Tensor], tables: _Tables) 
 
 
 @lru_cache(maxsize=256)
-def _addresses(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
+def _addresses(device: torch.device, addresses: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Put the addresses of the old and the new elements of each run on a device."""
     return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "run_sum",
     "start_applying",
     "start_encoding",
+    "start_encoding_several",
     "warm",
 ]
 
@@ -140,7 +141,7 @@ def _start_on_gpu(
 ) -> Callable[[], EncodedChanges]:
     """Begin to code with kernels, in memory for a delta of the usual size; again where it is
     larger."""
-    room = align_up(old.numel() // _USUAL_SHARE + change_coding.head_bytes(runs))
+    room = _usual_room(old.numel(), runs)
     out = torch.empty(room, dtype=torch.uint8, device=old.device)
     begun = change_kernels.start_encode(old, new, runs, itemsizes, out)
 
@@ -149,11 +150,53 @@ def _start_on_gpu(
         if coded.num_bytes > room:
             payload = torch.empty(coded.num_bytes, dtype=torch.uint8, device=old.device)
             coded = change_kernels.encode(old, new, runs, itemsizes, payload)
-        payload = payload[: coded.num_bytes].clone()
-        sums, num_changes = coded.sums, coded.num_changes
-        return EncodedChanges(payload, num_changes, sums, coded.head_bytes, coded.used_bytes)
+        return _encoded(coded, payload)
 
     return end
+
+
+def start_encoding_several(
+    olds: Sequence[torch.Tensor],
+    new: Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    itemsizes: Sequence[int],
+) -> Callable[[], EncodedChanges | None]:
+    """Begin to compare two versions of several wire buckets at once, as ``start_encoding`` does
+    each, on a GPU that ``has_kernels``: a small one takes less time than to begin with it.
+
+    Args:
+        olds: Payload of each.
+        new: Elements of each run where they lie.
+        runs, itemsizes: Runs of all buckets.
+
+    Returns:
+        Function that returns their changes, or None where they are so many that each bucket is to
+        be coded by itself.
+    """
+    room = _usual_room(sum(old.numel() for old in olds), runs)
+    out = torch.empty(room, dtype=torch.uint8, device=olds[0].device)
+    begun = change_kernels.start_encode(olds, new, tuple(runs), tuple(itemsizes), out)
+
+    def end() -> EncodedChanges | None:
+        coded = begun()
+        if coded.num_bytes > room:
+            return None
+        return _encoded(coded, out)._replace(num_buckets=len(olds))
+
+    return end
+
+
+def _usual_room(payload_bytes: int, runs: Sequence[Run]) -> int:
+    """Return the bytes that changes of buckets usually take."""
+    return align_up(payload_bytes // _USUAL_SHARE + change_coding.head_bytes(runs))
+
+
+def _encoded(coded: change_kernels.CodedChanges, out: torch.Tensor) -> EncodedChanges:
+    """Return what was coded into memory, in memory of its own size."""
+    payload = out[: coded.num_bytes].clone()
+    return EncodedChanges(
+        payload, coded.num_changes, coded.sums, coded.head_bytes, coded.used_bytes
+    )
 
 
 def are_comparable(
@@ -165,8 +208,8 @@ def are_comparable(
     """Return whether elements of runs need not be packed to be compared with a payload of them."""
     if any(own.device != old.device or not own.is_contiguous() for own in new):
         return False
-    if old.is_cuda:
-        return has_kernels(old.device) and change_kernels.are_aligned(old, new, runs, itemsizes)
+    if has_kernels(old.device):
+        return change_kernels.are_aligned(old, new, runs, itemsizes)
     return has_host_coder(old.device)
 
 

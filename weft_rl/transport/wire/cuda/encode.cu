@@ -357,15 +357,16 @@ template <int S> __device__ __noinline__ void encode_other(
 }
 
 // A program encodes one block. Its body goes to any free place, since its own is not known yet.
-// `addresses` are those of each run's new elements.
+// `addresses` are those of each run's old elements and of its new ones.
 extern "C" __global__ void __launch_bounds__(256, 4) encode(
-    const u8* olds, const u64* addresses, const Run* runs, const u32* owners, u64* sums,
-    u64* headers, i64* begins, u32* bodies, u64* counters, int capacity) {
+    const u64* addresses, const Run* runs, const u32* owners, u64* sums, u64* headers, i64* begins,
+    u32* bodies, u64* counters, int capacity) {
   __shared__ Shared s;
   const u64 block = blockIdx.x;
   const u32 which = owners[block];
   const Run& run = runs[which];
-  const u8* const news = (const u8*)(addresses[which] - (u64)run.at);
+  const u8* const olds = (const u8*)(addresses[2 * which] - (u64)run.at);
+  const u8* const news = (const u8*)(addresses[2 * which + 1] - (u64)run.at);
   const Output out = {sums, headers, begins, bodies, counters, (u64)capacity};
   if (run.size == 2) encode_block<2>(olds, news, run, which, block, out, s);
   else if (run.size == 1) encode_other<1>(olds, news, run, which, block, out, s);
