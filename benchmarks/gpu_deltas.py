@@ -18,21 +18,22 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.gpu import Clients, measure
 from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
 from benchmarks.machine import describe
-from trainer_side import Publisher, PushReport
-from weft_rl.cli.orders import rollback
+from trainer_side import Publisher, PushReport, PushResult
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import POLICY_VERSION
 from weft_rl.transport.digests.wsum64 import digests_of
-from weft_rl.v1 import inspect_pb2
+from weft_rl.v1 import admin_pb2, inspect_pb2
+from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 #: Ways to give the weights, each with the shares of elements that change; all are sent without.
 _WAYS: dict[str, tuple[float, ...]] = {
     "all elements": (),
-    "a model": (0.002, 0.01, 0.0147, 0.05),
+    "a model": (0.002, 0.0147, 0.05, 0.01),
     "an iterator": (0.01,),
 }
 
@@ -100,6 +101,25 @@ def compare(target: str, name: str, version: PolicyVersion, model: torch.nn.Modu
           f"{len(wrong)} differ {wrong[:3]}", flush=True)  # fmt: skip
 
 
+def roll_back(target: str, to: int) -> None:
+    """Serve an earlier base; print what that took."""
+    with open_channel(target) as channel:
+        stub, order = AdminServiceStub(channel), admin_pb2.RollbackRequest(policy="base")
+        order.to_version = to
+        began = time.monotonic()
+        done = stub.Rollback(order, timeout=60)
+        took = time.monotonic() - began
+    pause = done.pause.ToNanoseconds() / 1e6
+    print(f"RESULT rollback to base@{to}: {took * 1e3:.1f} ms, pause {pause:.1f}", flush=True)
+
+
+def stepped(publisher: Publisher, model: torch.nn.Module) -> PushResult:
+    """Push a model that has changed by 1 %."""
+    step(model, 0.01)
+    torch.cuda.synchronize()
+    return publisher.push_base(model)
+
+
 def main() -> None:
     """Measure; print hardware, versions, command and results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -156,13 +176,20 @@ def main() -> None:
                         show(f"{what}, {share:.2%} changed" if share else what, reports)
                     if what == "a model":
                         compare(pool.target, "replica-0", result.version, model)
-                        for back in () if quantised else (1, 3):
-                            to = result.version.version - back
-                            began = time.monotonic()
-                            rollback("base", to, coordinator=pool.target, timeout=60)
-                            took = time.monotonic() - began
-                            print(f"RESULT rollback to base@{to}: {took * 1e3:.1f} ms with the "
-                                  "command", flush=True)  # fmt: skip
+                        for back in () if quantised else (1, 0, 1, 3):
+                            roll_back(pool.target, result.version.version - back)
+                        clients = Clients(work)
+                        try:
+                            clients.add("replica-0", pool.url("replica-0"))
+                            measure(
+                                "1 % beside streams of tokens",
+                                lambda: stepped(publisher, model),
+                                clients,
+                                options.repeats,
+                                2,
+                            )
+                        finally:
+                            clients.stop()
         finally:
             pool.stop()
 

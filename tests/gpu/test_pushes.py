@@ -226,6 +226,8 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
             pools[2].launch("late", "0", began_with, *args, options=options)
         staged, in_place = (Pushed(pools[i], pools[i].url("pushed")) for i in (0, 2))
         fresh = pools[1].url("fresh")
+        for each in pools[:2]:  # before that a bare name is refused
+            each.wait_registered(1, 60)
         late = pools[2].url("late") if has_late else ""
         if late:
             pools[2].set_apart("late")
