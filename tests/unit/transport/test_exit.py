@@ -61,7 +61,7 @@ told = _EndCallback.__call__
 
 def tell_slowly(self, future):
     told(self, future)
-    time.sleep(0.3)
+    threading.Event().wait(0.3)
 
 _EndCallback.__call__ = tell_slowly
 ranks = [SideGroup(store, rank, 2, LaneOptions(host="127.0.0.1")) for rank in (0, 1)]
