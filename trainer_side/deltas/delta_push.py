@@ -126,12 +126,14 @@ def compare(
 
     for nth, runs in enumerate(packing.runs):
         going_on()
-        sizes, old = packing.itemsizes(runs), copy.payload(nth).to(device, non_blocking=True)
+        sizes, held = packing.itemsizes(runs), copy.payload(nth)
+        old = held.to(device, non_blocking=True)
         bucket = None if finite else _lying(push, old, runs, sizes)
         if bucket is not None:
             lying.append(bucket)
-            # The first begins at once: a GPU does nothing before.
-            if not begun or _are_enough(lying):
+            # The first begins at once: a GPU does nothing before. What is brought there from a
+            # copy on the host takes memory until it is compared.
+            if not begun or old is not held or _are_enough(lying):
                 begin_lying()
             continue
         begin_lying()
