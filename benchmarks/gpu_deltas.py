@@ -150,7 +150,7 @@ def main() -> None:
             pool.launch("replica-0", "0", path, "--load-format", "dummy", "--max-model-len", "4096",
                         "--gpu-memory-utilization", options.memory, "--enforce-eager", *quantised,
                         options=staging)  # fmt: skip
-            pool.url("replica-0")
+            url = pool.url("replica-0")
             pool.wait_registered(1, 60)
             for what, shares in _WAYS.items():
                 with Publisher(
@@ -180,7 +180,7 @@ def main() -> None:
                             roll_back(pool.target, result.version.version - back)
                         clients = Clients(work)
                         try:
-                            clients.add("replica-0", pool.url("replica-0"))
+                            clients.add("replica-0", url)
                             measure(
                                 "1 % beside streams of tokens",
                                 lambda: stepped(publisher, model),
