@@ -47,6 +47,14 @@ class BaseChanges(NamedTuple):
         """Bytes of the coded changes."""
         return sum(each.changes.numel() for each in self.buckets if each.changes is not None)
 
+    def on_host(self) -> BaseChanges:
+        """Return them in the host's memory; blocks for the copy."""
+        buckets = [
+            each if each.changes is None else each._replace(changes=each.changes.cpu())
+            for each in self.buckets
+        ]
+        return self._replace(buckets=tuple(buckets))
+
 
 def latest_changes(changes: Sequence[BaseChanges], most_bytes: int) -> list[BaseChanges]:
     """Return the last of successive changes that have at most ``most_bytes`` together."""
@@ -209,8 +217,8 @@ class StagedVersion:
     prepared: list[PreparedSwitch] = field(default_factory=list)
     """At most one: how the engine's weights become those of this version."""
     changes: list[BaseChanges] = field(default_factory=list)
-    """Successive changes that led to it, on the host, while it is to be written to disk; none
-    where it came whole."""
+    """Successive changes that led to it, while it is to be written to disk; none where it came
+    whole."""
 
     @property
     def num_bytes(self) -> int:

@@ -143,8 +143,7 @@ class DeltaTransfer(StagingTransfer):
         if not self._store.writes_copies:
             return []
         assert isinstance(self._base, StagedVersion), "a copy is changed"
-        buckets = (each._replace(changes=_changes(each).cpu()) for each in self._partial.verified)
-        own = BaseChanges(self.plan.delta_from, tuple(buckets))
+        own = BaseChanges(self.plan.delta_from, tuple(self._partial.verified))
         most_bytes = self.manifest.total_bytes // KEPT_SHARE
         return latest_changes([*self._base.changes, own], most_bytes)
 

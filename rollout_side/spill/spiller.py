@@ -134,6 +134,7 @@ class Spiller:
                 order, self._is_new = self._order, False
                 retired, self._retired = self._retired, set()
             try:
+                self._free_devices(order)
                 self._tidy(order, retired)
                 self._write_all(order)
                 self._list()
@@ -141,6 +142,13 @@ class Spiller:
                 _log.warning("the spill directory cannot be used, and is tried again: %s", error)
             except Exception:  # noqa: BLE001 (the edge of a thread)
                 _log.exception("spilling failed, and is tried again")
+
+    def _free_devices(self, order: SpillOrder) -> None:
+        """Bring the changes of held bases to the host: a push does not wait for that."""
+        for version in order.keep:
+            with contextlib.suppress(NotFoundError):
+                changes = self._store.held(version).changes
+                changes[:] = [each.on_host() for each in changes]
 
     def _tidy(self, order: SpillOrder, retired: set[PolicyVersion]) -> None:
         listing = self._folder.listing()
