@@ -247,6 +247,7 @@ def test_what_is_written_to_disk_is_kept_as_it_came(
     transfer.finish(lambda: None)
     replica.store.keep_base("t1")
     held = replica.store.held(PolicyVersion("base", 2))
+    assert [each.on_host() for each in held.changes] == held.changes, "they came there"
     (parent, own) = (tmp_path / "base@1", tmp_path / "base@2")
     for directory in (parent, own):
         directory.mkdir()
