@@ -51,8 +51,6 @@ MANIFEST = "weft.manifest"
 CHANGES = "weft.changes"
 #: Format of the files; part of the folder's name, so that no other format is read.
 FORMAT = 1
-#: Format in the facts of a base that is kept as changes: an older Weft refuses it.
-_CHANGES_FORMAT = 2
 #: Payload of one file of a base.
 SHARD_BYTES = 5 * 10**9
 
@@ -149,7 +147,7 @@ def _write_own(directory: Path, copy: StagedVersion, fingerprint: str, changes_o
             message = chunk.SerializeToString()
             file.write(struct.pack("<I", len(message)) + message)
     facts = {
-        "format": _CHANGES_FORMAT if changes_of else FORMAT,
+        "format": FORMAT,
         "version": str(copy.version),
         "base_fingerprint": fingerprint,
         "content_digest": copy.content_digest.hex(),
@@ -165,10 +163,9 @@ def read_facts(directory: Path) -> Facts:
     """Read the facts of the version in a directory."""
     with _as_damage(directory):
         facts = json.loads((directory / FACTS).read_bytes())
-        if facts["format"] not in (FORMAT, _CHANGES_FORMAT):
+        if facts["format"] != FORMAT:
             raise InvalidManifestError(
-                f"{directory} has format {facts['format']!r}; this Weft reads formats {FORMAT} and "
-                f"{_CHANGES_FORMAT}"
+                f"{directory} has format {facts['format']!r}; this Weft reads format {FORMAT}"
             )
         return Facts(
             PolicyVersion.parse(facts["version"]),

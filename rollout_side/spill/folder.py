@@ -25,7 +25,6 @@ from pathlib import Path
 from rollout_side.engine import VersionFacts
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.files import (
-    FACTS,
     FORMAT,
     Facts,
     Link,
@@ -58,7 +57,6 @@ _REMOVED = ".removed."
 _OWNER = ".weft-owner"
 # Largest number of foreign names in the log.
 _MAX_NAMED = 20
-_UNKNOWN = (0, 0), None
 # Bound of configs, index and manifest, beside the tensors.
 _OVERHEAD_BYTES = 2**20
 
@@ -87,8 +85,6 @@ class SpillFolder:
         self._settings = settings
         self._foreign: set[str] = set()
         self._fingerprint = fingerprint
-        #: Facts of the bases that were listed last, each with what tells its file from another.
-        self._facts: dict[Path, tuple[tuple[int, int], Facts]] = {}
 
     def open(self) -> None:
         """Make the directory, and delete half-written and half-removed versions in it.
@@ -110,20 +106,12 @@ class SpillFolder:
         Raises:
             OSError: The directory cannot be read.
         """
-        versions, known = self._versions(), self._facts
-        facts: dict[Path, tuple[tuple[int, int], Facts]] = {}
+        versions, facts = self._versions(), dict[Path, Facts]()
         for path, version in versions.items():
             if version.policy == BASE_POLICY:
                 with contextlib.suppress(OSError, InvalidManifestError):
-                    stat = (path / FACTS).stat()
-                    key, (before, own) = (stat.st_ino, stat.st_mtime_ns), known.get(path, _UNKNOWN)
-                    if own is None or before != key:
-                        own = read_facts(path)
-                    facts[path] = key, own
-        self._facts = facts
-        mine = {
-            path: own for path, (_, own) in facts.items() if own.fingerprint == self._fingerprint
-        }
+                    facts[path] = read_facts(path)
+        mine = {p: own for p, own in facts.items() if own.fingerprint == self._fingerprint}
         return SpillListing(versions, mine)
 
     def _versions(self) -> dict[Path, PolicyVersion]:

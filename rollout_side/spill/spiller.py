@@ -179,13 +179,14 @@ class Spiller:
         return link if link and self._folder.has_room(link.num_bytes) else None
 
     def _write_all(self, order: SpillOrder) -> None:
+        listing = self._folder.listing()
         for version in order.keep:
             if time.monotonic() < self._retry_at.get(version, 0.0):
                 continue
             self._retry_at.pop(version, None)
             try:
-                if self._write(version):
-                    self._list()
+                if self._write(version, listing):
+                    listing = self._list()
             except (NotFoundError, TransferAbortedError) as error:
                 _log.info("spilling %s ended: %s", version, error.message)
             except (OSError, CapacityError) as error:
@@ -196,11 +197,11 @@ class Spiller:
             if self._is_new or self._closed:
                 return  # a new order may have newer versions to write first
 
-    def _write(self, version: PolicyVersion) -> bool:
-        """Write a version unless it is there; return whether it was written now."""
+    def _write(self, version: PolicyVersion, listing: SpillListing) -> bool:
+        """Write a version unless it is listed; return whether it was written now."""
         copy = self._store.held(version)
         entry = self._store.adapter(version) if is_adapter(version) else None
-        place, listing = self._folder.place_of(version, copy.content_digest), self._folder.listing()
+        place = self._folder.place_of(version, copy.content_digest)
         chain, is_there = listing.chain_of(place), place in listing.versions
         if place.name in self._refused or (is_there and not chain) or self._is_refused(chain):
             self._folder.remove(place)
@@ -239,7 +240,8 @@ class Spiller:
         except NotFoundError:
             return False
 
-    def _list(self) -> None:
+    def _list(self) -> SpillListing:
+        """Note the copies that are there."""
         found: dict[PolicyVersion, list[bytes]] = {}
         listing = self._folder.listing()
         for path, version in listing.versions.items():
@@ -251,6 +253,7 @@ class Spiller:
             for version in ordered[:MAX_LISTED]
             for digest in sorted(found[version])
         )
+        return listing
 
     def _is_usable(self, path: Path, listing: SpillListing) -> bool:
         """Return whether all that a version is read from is there, and not refused."""

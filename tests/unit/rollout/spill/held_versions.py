@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from rollout_side.memory.segment import HostSegment
@@ -61,6 +63,13 @@ def _digest(manifest: Manifest, segment: HostSegment) -> bytes:
         for _, content in tensors_in(manifest, segment.data)
     ]
     return content_digest(digests)
+
+
+def flip(path: Path, at: int) -> None:
+    """Change a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
 
 
 BASE = [

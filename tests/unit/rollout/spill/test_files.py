@@ -23,7 +23,7 @@ from rollout_side.spill.files import (
     read_manifest,
     write_version,
 )
-from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
+from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, flip, held
 from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError
 from weft_rl.contract.tensors import DataType, TensorMeta
 
@@ -120,20 +120,14 @@ def test_any_layout_is_read_back(
         load_file(file)
 
 
-def _flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(bytes(data))
-
-
 WEIGHTS = "model.safetensors"
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut tensors": lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-3]),
     "cut header": lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:20]),
     "empty": lambda d: (d / WEIGHTS).write_bytes(b""),
-    "header": lambda d: _flip(d / WEIGHTS, 8),
-    "header size": lambda d: _flip(d / WEIGHTS, 6),
-    "manifest": lambda d: _flip(d / MANIFEST, 30),
+    "header": lambda d: flip(d / WEIGHTS, 8),
+    "header size": lambda d: flip(d / WEIGHTS, 6),
+    "manifest": lambda d: flip(d / MANIFEST, 30),
     "cut manifest": lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:-5]),
     "facts": lambda d: (d / FACTS).write_text("{"),
     "other format": lambda d: (d / FACTS).write_text('{"format": 9}'),
@@ -156,7 +150,7 @@ def test_damage_is_found(tmp_path: Path, what: str) -> None:
 def test_another_bit_is_another_digest(tmp_path: Path) -> None:
     copy = held("base@1", BASE)
     directory = write(tmp_path / "v", copy)
-    _flip(directory / WEIGHTS, -1)
+    flip(directory / WEIGHTS, -1)
     assert digest_of(directory) != copy.content_digest
 
 

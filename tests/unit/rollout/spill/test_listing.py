@@ -84,12 +84,11 @@ def test_a_base_without_what_it_follows_from_has_no_chain(changes_of: str) -> No
 
 def test_a_base_is_written_as_the_fewest_changes() -> None:
     one, two, three, four = successive(4)
-    del one
-    whole = listing_of((successive(1)[0], ""))
+    whole = listing_of((one, ""))
     link = link_of(four, whole, whole.versions, lambda path: 0)
     assert link is not None
     assert (link.parent.name, len(link.changes)) == ("base@1", 3)
-    both = listing_of((successive(1)[0], ""), (two, "base@1"))
+    both = listing_of((one, ""), (two, "base@1"))
     link = link_of(four, both, both.versions, lambda path: 0)
     assert link is not None
     assert (link.parent.name, len(link.changes)) == ("base@2", 2)

@@ -14,10 +14,12 @@ import pytest
 
 import rollout_side.spill.files as spill_files
 import rollout_side.spill.folder as spill_folder
+from rollout_side.engine import SpillOrder
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill import spiller
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.spill.listing import SpillListing
+from rollout_side.spill.spiller import Spiller
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, held
 from tests.unit.rollout.spill.workers import Worker, listed, parsed
 from tests.waits import until
@@ -45,6 +47,30 @@ def test_what_is_held_is_written_and_a_new_process_reads_it(start: Callable[...,
         assert staged.manifest == copy.manifest
         for (name, left), (_, right) in zip(staged.tensors(), copy.tensors(), strict=True):
             assert left.equal(right), name
+
+
+def test_the_directory_is_read_as_often_for_many_versions_as_for_few(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    names = [f"math@{number}" for number in range(1, 31)]
+    for name in names:
+        worker.hold(name)
+    worker.follow(*names)
+    worker.lists(*names)
+    read, real = list[None](), SpillFolder.listing
+
+    def listing(folder: SpillFolder) -> SpillListing:
+        read.append(None)
+        return real(folder)
+
+    worker.spiller.close()
+    monkeypatch.setattr(SpillFolder, "listing", listing)
+    again = Spiller(worker.store, worker.folder, 2)
+    again.follow(SpillOrder(keep=parsed(*names)))
+    until(lambda: len(read) >= 5)
+    again.close()
+    assert len(read) == 5
 
 
 def test_retired_and_superseded_versions_leave(start: Callable[..., Worker]) -> None:
