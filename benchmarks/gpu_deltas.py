@@ -31,6 +31,7 @@ from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 #: Ways to give the weights, each with the shares of elements that change; all are sent without.
+#: Versions of a model's last share are rolled back.
 _WAYS: dict[str, tuple[float, ...]] = {
     "all elements": (),
     "a model": (0.002, 0.0147, 0.05, 0.01),
@@ -104,8 +105,8 @@ def compare(target: str, name: str, version: PolicyVersion, model: torch.nn.Modu
 def roll_back(target: str, to: int) -> None:
     """Serve an earlier base; print what that took."""
     with open_channel(target) as channel:
-        stub, order = AdminServiceStub(channel), admin_pb2.RollbackRequest(policy="base")
-        order.to_version = to
+        stub = AdminServiceStub(channel)
+        order = admin_pb2.RollbackRequest(policy="base", to_version=to)
         began = time.monotonic()
         done = stub.Rollback(order, timeout=60)
         took = time.monotonic() - began

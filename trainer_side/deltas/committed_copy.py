@@ -110,14 +110,14 @@ class CommittedCopy:
     def group_memory(self, device: torch.device) -> Sequence[torch.Tensor]:
         """Return memory that neighbours are put together in, uint8, kept with the copy: as large as
         buckets, or where there is no room for that, as the largest tensor."""
-        try:
-            return self.packer(device).buffers
-        except torch.OutOfMemoryError as error:
-            _log.warning("tensors are compared by fewer at a time, which is slower: %s", error)
+        if self._small is None:
+            try:
+                return self.packer(device).buffers
+            except torch.OutOfMemoryError as error:
+                _log.warning("fewer tensors are compared at a time, which is slower: %s", error)
             largest = max(align_up(slot.meta.num_bytes) for slot in self.packing.manifest.tensors)
-            if self._small is None:
-                self._small = torch.empty(largest, dtype=torch.uint8, device=device)
-            return [self._small]
+            self._small = torch.empty(largest, dtype=torch.uint8, device=device)
+        return [self._small]
 
     @property
     def memory_bytes(self) -> int:

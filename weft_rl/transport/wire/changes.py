@@ -162,7 +162,7 @@ def start_encoding_several(
     itemsizes: Sequence[int],
 ) -> Callable[[], EncodedChanges | None]:
     """Begin to compare two versions of several wire buckets at once, as ``start_encoding`` does
-    each, on a GPU that ``has_kernels``: a small one takes less time than to begin with it.
+    each, on a GPU that ``has_kernels``. To begin with a bucket may take longer than to compare it.
 
     Args:
         olds: Payload of each.
