@@ -37,6 +37,11 @@ _WAYS: dict[str, tuple[float, ...]] = {
     "a model": (0.002, 0.0147, 0.05, 0.01),
     "an iterator": (0.01,),
 }
+#: vLLM's options for CUDA graphs of a model that it does not compile: it starts in seconds.
+_GRAPHS = (
+    "--compilation-config",
+    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}',
+)
 
 
 def arriving(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,6 +135,8 @@ def main() -> None:
     parser.add_argument("--memory", default="0.35", help="vLLM's --gpu-memory-utilization")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--quantization", default="", help="vLLM's, as weights are loaded")
+    parser.add_argument("--replica-gpu", default="0", help="the trainer's is 0")
+    parser.add_argument("--graphs", action="store_true", help="the replica decodes by CUDA graphs")
     options = parser.parse_args()
     print(describe(), torch.cuda.get_device_name(0), flush=True)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -148,8 +155,9 @@ def main() -> None:
             quantised += ["--quantization", options.quantization]
         pool = GpuPool(work).start()
         try:
-            pool.launch("replica-0", "0", path, "--load-format", "dummy", "--max-model-len", "4096",
-                        "--gpu-memory-utilization", options.memory, "--enforce-eager", *quantised,
+            pool.launch("replica-0", options.replica_gpu, path, "--load-format", "dummy",
+                        "--max-model-len", "4096", "--gpu-memory-utilization", options.memory,
+                        *(_GRAPHS if options.graphs else ["--enforce-eager"]), *quantised,
                         options=staging)  # fmt: skip
             url = pool.url("replica-0")
             pool.wait_registered(1, 60)

@@ -2,7 +2,8 @@
 of a replica see it.
 
 A process of its own, so that the trainer's work does not delay its clock. Each line of
-its input is answered by a line of JSON: milliseconds between tokens since the one before.
+its input is answered by a line of JSON: milliseconds between tokens since the one before. A line
+may name a time of ``time.monotonic()``: what ended until then is said, too.
 Before they begin, as many requests as there are streams are prefilled at once, as long as the
 streams' get: what a replica that computes their cache anew has to do at the least.
 """
@@ -30,7 +31,7 @@ class Gaps:
     def __init__(self, num_streams: int) -> None:
         self._lock = threading.Lock()
         self._last: list[float | None] = [None] * num_streams
-        self._seconds: list[float] = []
+        self._seen: list[tuple[float, float]] = []  # when it ended, seconds
 
     def token(self, stream: int) -> None:
         """A token has come."""
@@ -38,17 +39,18 @@ class Gaps:
         with self._lock:
             last, self._last[stream] = self._last[stream], now
             if last is not None:
-                self._seconds.append(now - last)
+                self._seen.append((now, now - last))
 
     def begins(self, stream: int) -> None:
         """A new request: the time to its first token is no gap."""
         with self._lock:
             self._last[stream] = None
 
-    def take(self) -> dict[str, float]:
-        """What was seen since it was last asked."""
+    def take(self, until: float) -> dict[str, float]:
+        """What was seen since it was last asked, and until a time."""
         with self._lock:
-            seconds, self._seconds = sorted(self._seconds), []
+            seen, self._seen = self._seen, []
+        seconds = sorted(gap for _, gap in seen)
         if not seconds:
             return {"tokens": 0}
         middle = seconds[len(seconds) // 2]
@@ -57,6 +59,7 @@ class Gaps:
             "median_ms": round(middle * 1e3, 2),
             "p99_ms": round(seconds[int(len(seconds) * 0.99)] * 1e3, 2),
             "max_ms": round(seconds[-1] * 1e3, 2),
+            "max_until_ms": round(max((g for e, g in seen if e <= until), default=0.0) * 1e3, 2),
         }
 
 
@@ -103,8 +106,9 @@ def main() -> None:
     for number in range(num_streams):
         threading.Thread(target=stream, args=(url, model, number, gaps), daemon=True).start()
     print("ready", flush=True)
-    for _ in sys.stdin:
-        print(json.dumps({**gaps.take(), "prefill_ms": round(anew * 1e3, 1)}), flush=True)
+    for line in sys.stdin:
+        until = float(line.partition(" ")[2] or "inf")
+        print(json.dumps({**gaps.take(until), "prefill_ms": round(anew * 1e3, 1)}), flush=True)
 
 
 if __name__ == "__main__":
