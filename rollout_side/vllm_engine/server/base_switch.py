@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -78,12 +79,12 @@ class BaseSwitch:
             raise
         self._gate.mark_clean()
         self._sleeper.base_loaded()
-        try:
-            # Done while paused: later it would wait for the engine's next step, which is long
-            # since it recomputes what the cache has lost.
-            await self._workers.keep_base(transfer_id)
-        finally:
-            await self._gate.resume()
+        # Asked before the engine is to resume: later the workers would be in its next step, which
+        # is long since it recomputes what the cache has lost. The pause ends meanwhile.
+        keeping, resuming = self._workers.keep_base(transfer_id), self._gate.resume()
+        for ended in await asyncio.gather(keeping, resuming, return_exceptions=True):
+            if ended is not None:
+                raise ended
         pause_seconds = time.perf_counter() - begin
         _log.debug(
             "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "

@@ -70,6 +70,25 @@ async def test_a_switch_of_the_base() -> None:
     assert times.pause_seconds >= times.load_seconds >= 0
 
 
+async def test_the_pause_ends_while_the_workers_keep_the_base() -> None:
+    engine = FakeEngine()
+    kept = engine.hang["weft_keep_base"] = asyncio.Event()
+    switched = asyncio.create_task(make_replica(engine).apply_base("t", BASE, b""))
+    await eventually(lambda: engine.calls[-2:] == ["weft_keep_base", "resume"])
+    assert not switched.done()
+    kept.set()
+    await switched
+
+
+async def test_a_base_that_cannot_be_kept_is_an_error_of_an_engine_that_goes_on() -> None:
+    engine, replica = started(1)
+    engine.failures["weft_keep_base"] = RuntimeError("no memory")
+    with pytest.raises(LoadFailedError, match="no memory"):
+        await replica.apply_base("t", BASE, b"")
+    assert engine.calls[-2:] == ["weft_keep_base", "resume"]
+    assert replica.dirty_reason
+
+
 async def test_a_draft_is_of_the_base_that_brought_it() -> None:
     engine, replica = started(2, draft_fingerprint="d")
     assert replica.report.draft_version == 0
@@ -100,7 +119,7 @@ async def test_ranks_that_have_each_their_own_part_share_nothing_and_keep_as_muc
     engine.answers["weft_keep_base"] = lambda: [ok(0, num_undo=3), ok(1, num_undo=2)]
     await make_replica(engine).apply_base("t", BASE, b"")
     assert engine.calls[:3] == ["weft_handle", "pause", "weft_apply_base"]
-    assert engine.calls[-3:] == ["weft_keep_base", "weft_bound_undo", "resume"]
+    assert engine.calls[-3:] == ["weft_keep_base", "resume", "weft_bound_undo"]
     assert engine.last_args["weft_bound_undo"] == (2,)
 
 
