@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -47,11 +46,11 @@ class Clients:
         process.line(lambda text: text == "ready", 60)
         self._processes.append(process)
 
-    def take(self, until: float = math.inf) -> list[dict[str, float]]:
-        """What each has seen since it was last asked, and until a time."""
+    def take(self, *times: float) -> list[dict[str, Any]]:
+        """What each has seen since it was last asked, and until each of these times."""
         answers = []
         for process in self._processes:
-            process.tell(f"take {until}")
+            process.tell(" ".join(map(str, ("take", *times))))
             answers.append(process.answer(30))
         return answers
 
@@ -61,7 +60,7 @@ class Clients:
             process.stop()
 
 
-def worst(gaps: list[dict[str, float]]) -> str:
+def worst(gaps: list[dict[str, Any]]) -> str:
     """The largest gap of all replicas, and the usual one."""
     seen = [g for g in gaps if g["tokens"]]
     if not seen:
@@ -86,14 +85,16 @@ def measure(
         quiet = clients.take()
         torch.cuda.synchronize()
         report = push().report
-        commit_began = time.monotonic() - report.committing_seconds
+        commits = time.monotonic() - report.committing_seconds
+        sends = commits - report.staging_seconds
         time.sleep(0.3)
-        gaps = clients.take(commit_began)
+        gaps = clients.take(sends, commits)
         if number >= warm:
             seconds.append(report.seconds)
             if gaps and gaps[0]["tokens"] and quiet[0]["tokens"]:
                 largest, usual = gaps[0]["max_ms"], quiet[0]["max_ms"]
-                added.append((largest, largest - usual, gaps[0]["max_until_ms"] - usual))
+                until = [gap - usual for gap in gaps[0]["max_until_ms"]]
+                added.append((largest, largest - usual, *until))
         print(
             f"  {what} #{number}: {report.seconds * 1e3:.1f} ms (forming "
             f"{report.forming_seconds * 1e3:.1f}, staging {report.staging_seconds * 1e3:.1f}, "
@@ -110,10 +111,11 @@ def measure(
         flush=True,
     )
     if added:
-        largest, more, sent = (statistics.median(values) for values in zip(*added, strict=True))
+        largest, more, before, sent = map(statistics.median, zip(*added, strict=True))
         print(f"RESULT {what}: largest gap between tokens, median {largest:.1f} ms, "
-              f"{more:.1f} ms more than before the push, until the commit {sent:.1f} ms more; "
-              f"to prefill as much takes {quiet[0]['prefill_ms']:.1f} ms", flush=True)  # fmt: skip
+              f"{more:.1f} ms more than without a push ({before:.1f} before it is sent, {sent:.1f} "
+              f"while it is read); to prefill as much takes {quiet[0]['prefill_ms']:.1f} ms",
+              flush=True)  # fmt: skip
 
 
 def main() -> None:

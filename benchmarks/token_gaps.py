@@ -3,7 +3,7 @@ of a replica see it.
 
 A process of its own, so that the trainer's work does not delay its clock. Each line of
 its input is answered by a line of JSON: milliseconds between tokens since the one before. A line
-may name a time of ``time.monotonic()``: what ended until then is said, too.
+may name times of ``time.monotonic()``: what ended until each, after the one before, is said, too.
 Before they begin, as many requests as there are streams are prefilled at once, as long as the
 streams' get: what a replica that computes their cache anew has to do at the least.
 """
@@ -15,7 +15,10 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
 
 import httpx
 
@@ -46,8 +49,8 @@ class Gaps:
         with self._lock:
             self._last[stream] = None
 
-    def take(self, until: float) -> dict[str, float]:
-        """What was seen since it was last asked, and until a time."""
+    def take(self, times: Sequence[float]) -> dict[str, Any]:
+        """What was seen since it was last asked, and until each of these times."""
         with self._lock:
             seen, self._seen = self._seen, []
         seconds = sorted(gap for _, gap in seen)
@@ -59,7 +62,10 @@ class Gaps:
             "median_ms": round(middle * 1e3, 2),
             "p99_ms": round(seconds[int(len(seconds) * 0.99)] * 1e3, 2),
             "max_ms": round(seconds[-1] * 1e3, 2),
-            "max_until_ms": round(max((g for e, g in seen if e <= until), default=0.0) * 1e3, 2),
+            "max_until_ms": [
+                round(max((gap for end, gap in seen if a < end <= b), default=0.0) * 1e3, 2)
+                for a, b in pairwise((0.0, *times))
+            ],
         }
 
 
@@ -107,8 +113,8 @@ def main() -> None:
         threading.Thread(target=stream, args=(url, model, number, gaps), daemon=True).start()
     print("ready", flush=True)
     for line in sys.stdin:
-        until = float(line.partition(" ")[2] or "inf")
-        print(json.dumps({**gaps.take(until), "prefill_ms": round(anew * 1e3, 1)}), flush=True)
+        times = [float(text) for text in line.split()[1:]]
+        print(json.dumps({**gaps.take(times), "prefill_ms": round(anew * 1e3, 1)}), flush=True)
 
 
 if __name__ == "__main__":
