@@ -250,7 +250,6 @@ def start_applying(
 
     Args:
         num_bytes: See ``change_kernels.decode``; None without kernels.
-        others: See ``apply_changes``.
     """
     if not has_kernels(data.device):
         apply = change_coding.apply_changes
