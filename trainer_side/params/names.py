@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -136,7 +136,44 @@ def reverter(model: torch.nn.Module) -> Revert | None:
 
     if not isinstance(model, PreTrainedModel):
         return None
-    return lambda tensors: revert_weight_conversion(model, tensors)
+    outline = cache(partial(_outline, model, {}))  # a push of a plan that is kept needs none
+    return lambda tensors: revert_weight_conversion(outline(), tensors)
+
+
+def _outline(
+    module: torch.nn.Module,
+    made: dict[int, torch.nn.Module],
+    configs: dict[int, object] | None = None,
+) -> torch.nn.Module:
+    """Return a model as transformers is to look its conversions up. It knows models, and those in
+    them, by their classes, and FSDP2 replaces each by one of its own: a copy has the class from
+    before. Parameters, and all that needs no other class, are the same.
+
+    Args:
+        module: The model, or what is in it.
+        made: Outlines by the ids of modules; added to.
+        configs: Memo of ``deepcopy``, to copy configurations, too; None leaves them as they are.
+    """
+    from transformers import PreTrainedModel
+
+    if id(module) in made:
+        return made[id(module)]
+    children = {
+        name: None if child is None else _outline(child, made, configs)
+        for name, child in module._modules.items()
+    }
+    kind, is_model = type(module), isinstance(module, PreTrainedModel)
+    if is_model:
+        kind = next(each for each in kind.__mro__ if not each.__module__.startswith("torch."))
+    own = module
+    is_kept = all(child is module._modules[name] for name, child in children.items())
+    if kind is not type(module) or not is_kept or (is_model and configs is not None):
+        own = object.__new__(kind)  # ``copy.copy`` would have FSDP2's classes begin it anew
+        vars(own).update(vars(module), _modules=children)
+        if is_model and configs is not None:
+            vars(own)["config"] = copy.deepcopy(module.config, configs)
+    made[id(module)] = own
+    return own
 
 
 def plan_conversions(
@@ -300,10 +337,9 @@ class CheckpointMapping:
     @classmethod
     def frozen(cls, model: Any) -> CheckpointMapping:
         """Return the mapping of a model as it is now, whatever becomes of its configuration."""
-        own = model
+        own: Any = model
         if reverter(model) is not None:
-            own = copy.copy(model)  # of the module alone: its parameters and children are the same
-            own.config = copy.deepcopy(model.config)
+            own = _outline(model, {}, {})
             kept = getattr(model, "_weight_conversions", None)
             own._weight_conversions = None if kept is None else list(kept)
         return cls(type(model).__name__, reverter(own), model)
