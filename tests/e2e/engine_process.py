@@ -258,7 +258,7 @@ async def _serve(
         "model_name": replica.model_name,
         "worker_pids": replica.worker_pids,
         "counted": _counted(),
-        "loras": await replica.engine.list_loras(),
+        "loras": await replica.engine.list_loras() if "--enable-lora" in argv else set(),
     }
     pipe.send((-1, True, facts))
     loop, orders = asyncio.get_running_loop(), asyncio.Queue[Any]()
