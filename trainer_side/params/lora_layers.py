@@ -49,6 +49,8 @@ _KNOWN_SETTINGS = frozenset({"r", "lora_alpha", "scaling", "use_dora", "use_rslo
 _FRAMEWORKS = frozenset(
     {"torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "verl", "swift"}
 )
+# Packages whose forward of a base layer computes with its quantised weights, as replicas do.
+_QUANTISERS = frozenset({"compressed_tensors"})
 _MAX_NAMED = 3
 
 
@@ -313,7 +315,8 @@ def _check_layer(layer: Any, path: str, adapter: str, use: Use) -> None:
             metadata={"setting": "lora_bias"},
         )
     for name, part in {"": layer, **parts, "base_layer": _inner(layer.base_layer)}.items():
-        if (hook := _foreign(part)) is not None:
+        may_quantise = use == "adapter" and name == "base_layer"
+        if (hook := _foreign(part, may_quantise=may_quantise)) is not None:
             raise InvalidAdapterError(
                 f"{f'{path}.{name}'.rstrip('.')} has a {hook}, whose effect on the answers cannot "
                 "be pushed: remove it before the push"
@@ -357,10 +360,17 @@ def _has(part: Any, adapter: str) -> bool:
     return hasattr(type(part), "__contains__") and adapter in part
 
 
-def _foreign(module: torch.nn.Module) -> str | None:
-    """Return what somebody else than a framework has put around a module's forward."""
+def _foreign(module: torch.nn.Module, *, may_quantise: bool) -> str | None:
+    """Return what somebody else than a framework has put around a module's forward.
+
+    Args:
+        may_quantise: Whether a quantiser may have.
+    """
     own = module.__dict__
-    if "forward" in own and _owner(own.get("_hf_hook")) != "accelerate":
+    is_known = _owner(own.get("_hf_hook")) == "accelerate" or (
+        may_quantise and _definer(own.get("forward")) in _QUANTISERS
+    )
+    if "forward" in own and not is_known:
         return "forward of its own"
     for kind, hooks in (("forward hook", module._forward_hooks),
                         ("forward pre-hook", module._forward_pre_hooks)):  # fmt: skip
@@ -368,6 +378,12 @@ def _foreign(module: torch.nn.Module) -> str | None:
             if _owner(hook) not in _FRAMEWORKS:
                 return f"{kind} ({getattr(hook, '__qualname__', type(hook).__name__)})"
     return None
+
+
+def _definer(method: Any) -> str:
+    """Return the package that defines a function or method; ``functools.wraps`` names another."""
+    names = getattr(getattr(method, "__func__", method), "__globals__", {})
+    return str(names.get("__name__", "")).partition(".")[0]
 
 
 def _owner(given: Any) -> str:

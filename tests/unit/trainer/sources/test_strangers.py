@@ -69,6 +69,19 @@ def test_other_kinds_than_lora_are_refused_and_sent_in_no_circle(
         assert other not in caught.value.message
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # a package's of compressed-tensors
+def test_an_adapter_may_be_over_a_layer_that_computes_with_quantised_weights() -> None:
+    from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
+
+    model = peft_of(Model())
+    layer = next(part for name, part in model.named_modules() if name.endswith("q_proj"))
+    set_forward_quantized(layer.base_layer)
+    opened = open_model(model, OneRank(), "auto")
+    assert adapter_of_model(opened, "default", CastRule(), check_base=False).source.metas
+    with pytest.raises(InvalidAdapterError, match="base_layer has a forward of its own"):
+        MergedParams(model, opened.params, "default")  # of other weights than it computes with
+
+
 @pytest.mark.parametrize("way", ["adapter", "merged"])
 def test_trainable_tokens_are_sent_in_no_circle(way: str) -> None:
     model = peft_of(Model(), trainable_token_indices={"embed": [1, 2]})
