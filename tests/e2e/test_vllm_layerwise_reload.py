@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.server import refusals
+from rollout_side.vllm_engine.server.engine_trial import EngineTrial
 from rollout_side.vllm_engine.worker.rank_results import check_results
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess, run_child
@@ -74,8 +75,13 @@ def test_packed_again_after_it(kind: str, request: pytest.FixtureRequest, refere
 
 
 def run_on_ranks_of_a_cpu(pipe: Any, *args: Any) -> None:
-    """Start what is refused because no request would survive it: loads do."""
+    """Start what is refused because no request would survive it, the trial neither: loads do."""
+
+    async def is_not_tried(trial: EngineTrial) -> None:
+        pass
+
     refusals.refuse_ranks_on_cpu = lambda args: None
+    setattr(EngineTrial, "run", is_not_tried)  # noqa: B010 (of a process of its own)
     run_child(pipe, *args)
 
 
