@@ -24,7 +24,7 @@ def differences(printed: str) -> list[float]:
 def promised() -> tuple[float, float]:
     """The figures of the page: in float32, and as TRL's default is."""
     page = (ROOT / "docs/integrations/trl.md").read_text()
-    text = r"With `bf16=False` it was below (\S+) [^;]*; as pasted, it was up to (\S+):"
+    text = r"With `bf16=False` it was below (\S+) [^;]*; as pasted, up to (\S+),"
     found = re.search(text, " ".join(page.split()))
     assert found is not None
     return float(found[1]), float(found[2])
