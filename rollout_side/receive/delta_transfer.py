@@ -40,6 +40,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.copies import copy_digesting
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests
 from weft_rl.transport.wire.buckets import in_manifest_order, whole_parts
+from weft_rl.transport.wire.changes import await_warm
 
 #: Threads that copy a base: more read no more of a host's memory a second.
 _MOST_THREADS = 8
@@ -101,6 +102,7 @@ class DeltaTransfer(StagingTransfer):
 
     def finish(self, check: Callable[[], None]) -> bytes:
         with self._loan:
+            self._await_warm(self._partial.segment.data.device)
             return super().finish(check)
 
     def keep(self) -> None:
@@ -147,6 +149,9 @@ class DeltaTransfer(StagingTransfer):
         most_bytes = self.manifest.total_bytes // KEPT_SHARE
         return latest_changes([*self._base.changes, own], most_bytes)
 
+    def _await_warm(self, device: torch.device) -> None:
+        await_warm(device, lambda: self._report(0))
+
     def _prepare_switch(self, staged: StagedVersion) -> None:
         last_bucket = len(self.manifest.buckets) - 1
         self._store.prepare_switch(staged, lambda: self._report(last_bucket))
@@ -167,6 +172,7 @@ class ServedDeltaTransfer(DeltaTransfer):
             assert isinstance(self._base, ServedBase), "it was lent as such"
             partial = self._partial
             device = self._base.device
+            self._await_warm(device)
             try:
                 payloads = ((each.runs, _changes(each).to(device)) for each in partial.verified)
                 of = self._base, partial.transfer_id, self._version

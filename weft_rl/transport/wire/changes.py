@@ -12,6 +12,7 @@ from functools import cache, partial
 import torch
 
 from weft_rl.contract.manifest import Run, align_up
+from weft_rl.interrupts import report_while
 from weft_rl.transport.wire import change_coding, change_kernels, host_changes
 from weft_rl.transport.wire.change_coding import (
     DecodedRun,
@@ -59,14 +60,26 @@ _compiling = threading.Lock()
 
 
 @cache
-def warm(device: torch.device) -> None:
-    """Compile what codes the changes of tensors on a device, before a push waits for it; returns at
-    once. Done once a process."""
+def warm(device: torch.device) -> threading.Thread:
+    """Compile what codes the changes of tensors on a device, before a push waits for it; return the
+    thread that does, at once. Done once a process."""
     works = has_kernels if device.type == "cuda" else has_host_coder
     own = torch.empty(0, device=device).device  # its number, which tensors there have
     # The process's end waits for it: a thread that is ended inside of a compiler ends all by
     # SIGABRT.
-    threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=False).start()
+    compiling = threading.Thread(target=works, args=(own,), name="weft-warm-changes", daemon=False)
+    compiling.start()
+    return compiling
+
+
+def await_warm(device: torch.device, on_progress: Callable[[], None]) -> None:
+    """Block until ``warm`` has compiled: it may take longer than a member may be silent.
+
+    Args:
+        on_progress: See ``report_while``.
+    """
+    if (compiling := warm(device)).is_alive():
+        report_while(compiling.join, on_progress)
 
 
 def has_kernels(device: torch.device) -> bool:

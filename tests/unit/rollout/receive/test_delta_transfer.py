@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +18,7 @@ from rollout_side.receive import delta_transfer
 from rollout_side.receive.delta_transfer import DeltaTransfer
 from rollout_side.spill.files import Link, read_into, read_manifest, write_changes, write_version
 from tests.doubles.wire import seal_wire
+from weft_rl import interrupts
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,
@@ -36,6 +38,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests, tensor_digest
 from weft_rl.transport.group import CPU
+from weft_rl.transport.wire import changes, host_changes
 from weft_rl.transport.wire.buckets import ArrivedBucket, changes_parts, run_parts
 from weft_rl.transport.wire.changes import encode_changes
 
@@ -231,6 +234,33 @@ def test_what_is_staged_is_what_all_elements_would_make(cut: Cut, lent: bool) ->
     replica.store.keep_base("t1")
     assert transfer.num_verified == 0
     assert replica.store.retained_bases() == (2,)
+
+
+def test_a_coder_that_is_being_compiled_is_waited_for_with_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = values(1)
+    new, replica = changed(old), Replica(old)
+    made = delta(replica.manifest, old, new, whole)
+    works, compiled = host_changes.works, threading.Event()
+
+    class Reports(list[int]):
+        def append(self, bucket: int) -> None:
+            super().append(bucket)
+            if len(self) > 5 * len(replica.manifest.buckets):
+                compiled.set()
+
+    def works_late() -> bool:
+        assert compiled.wait(20), "nothing was reported"
+        return works()
+
+    replica.reported = Reports()
+    transfer = replica.prepared(made.plan)
+    replica.receive(transfer, made.wires)
+    monkeypatch.setattr(interrupts, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(host_changes, "works", works_late)
+    changes.warm.cache_clear()
+    assert transfer.finish(lambda: None) == digest_of(new)
 
 
 @pytest.mark.parametrize("cut", [whole, joined, in_columns])
