@@ -47,7 +47,7 @@ class Clients:
         self._processes.append(process)
 
     def take(self, *times: float) -> list[dict[str, Any]]:
-        """What each has seen since it was last asked, and until each of these times."""
+        """Return what each has seen since it was last asked, and until each of these times."""
         answers = []
         for process in self._processes:
             process.tell(" ".join(map(str, ("take", *times))))

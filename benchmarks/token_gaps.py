@@ -50,7 +50,7 @@ class Gaps:
             self._last[stream] = None
 
     def take(self, times: Sequence[float]) -> dict[str, Any]:
-        """What was seen since it was last asked, and until each of these times."""
+        """Return what was seen since it was last asked, and until each of these times."""
         with self._lock:
             seen, self._seen = self._seen, []
         seconds = sorted(gap for _, gap in seen)
